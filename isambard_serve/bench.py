@@ -1,0 +1,83 @@
+"""``vllm bench serve``: the command of one point, and the row that its result makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from isambard_serve.plan import Plan, Point, filled
+from isambard_serve.records import Row, Sample
+from isambard_serve.validity import Measured, judge
+
+RESULT = "bench.json"
+
+
+def argv(plan: Plan, point: Point, *, port: str, folder: Path) -> list[str]:
+    """The command that measures ``point`` and leaves its JSON as ``folder/bench.json``."""
+    return [
+        *plan.container_argv,
+        *filled(plan.bench_argv, port=port),
+        "--num-prompts", str(point.prompts),
+        "--max-concurrency", str(point.concurrency),
+        "--seed", str(point.seed),
+        "--result-dir", str(folder),
+        "--result-filename", RESULT,
+        "--metadata", f"run_id={plan.run_id}", f"point={point.name}",
+    ]
+
+
+def result(folder: Path) -> dict[str, Any] | None:
+    """The benchmark's own JSON; None if it left none that can be read."""
+    try:
+        content = msgspec.json.decode((folder / RESULT).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def row(plan: Plan, point: Point, *, bench: dict[str, Any] | None, returncode: int | None,
+        window: Sequence[Sample]) -> Row:
+    """The row of ``point``.
+
+    Args:
+        bench: the benchmark's own JSON, if it left one.
+        returncode: how its command ended; None if it had to be ended.
+        window: the engine's samples from before the first request to after the last.
+    """
+    reasons, unknown = judge(Measured(bench=bench, returncode=returncode, point=point, osl=plan.osl))
+
+    def number(key: str) -> float | None:
+        value = (bench or {}).get(key)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    output_tok_s = number("output_throughput")
+    tpot_ms = number("median_tpot_ms")
+    duration_s = number("duration")
+    tokens = number("total_output_tokens")
+    node_hours = None if duration_s is None else duration_s / 3600 * plan.gpus / plan.node_gpus
+    return Row(
+        run_id=plan.run_id,
+        recipe=plan.recipe,
+        concurrency=point.concurrency,
+        repeat=point.repeat,
+        output_tok_s=output_tok_s,
+        output_tok_s_per_gpu=None if output_tok_s is None else output_tok_s / plan.gpus,
+        total_tok_s=number("total_token_throughput"),
+        ratio=None,
+        tok_s_per_user=1000 / tpot_ms if tpot_ms else None,
+        median_ttft_ms=number("median_ttft_ms"),
+        median_tpot_ms=tpot_ms,
+        p99_tpot_ms=number("p99_tpot_ms"),
+        kv_cache_usage_max=max((sample.kv_cache_usage for sample in window), default=None),
+        preemptions=window[-1].preemptions_total - window[0].preemptions_total if window else None,
+        duration_s=duration_s,
+        time_scale=1.0,
+        node_hours=node_hours,
+        output_tok_per_node_hour=tokens / node_hours if node_hours and tokens is not None else None,
+        valid=not reasons,
+        reasons=tuple(reasons),
+        unknown=tuple(unknown),
+    )

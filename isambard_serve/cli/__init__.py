@@ -1,0 +1,51 @@
+"""The command line. Each command parses, calls, prints; the work is done by the modules that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from isambard_serve import __version__
+from isambard_serve.cli import collect, recipes, status, submit
+from isambard_serve.errors import ServeError
+
+
+class _Group(click.Group):
+    """Shows this package's errors as what they are, with their exit codes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ServeError as error:
+            code, message = error.exit_code, str(error)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            code, message = 1, f"{error.filename or 'input/output'}: {error.strerror or error}"
+        click.echo(f"error: {message}", err=True)
+        ctx.exit(code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+def main() -> None:
+    r"""Serve large models with vLLM on Slurm, measure them, and bring back numbers that can be believed.
+
+    A RECIPE says what to serve and how to measure it; a site says what the cluster is made of. `submit` turns
+    the two into a run: a job that holds the GPUs and serves, and a job that measures it. A run is named by its
+    run id or by any of its job ids.
+
+    \b
+    isambard-serve recipes                     what there is to run
+    isambard-serve submit dp4-humming --wait   run it
+    isambard-serve collect JOBID               bring the results here and show them
+
+    Exit codes: 0 good, 1 the run failed or is not valid, 2 wrong usage or recipe, 3 Slurm cannot be reached,
+    4 not ready in time.
+    """
+
+
+for _command in (recipes.recipes, recipes.show, recipes.plan, recipes.render, submit.submit, submit.cancel,
+                 status.status, status.logs, collect.collect):
+    main.add_command(_command)

@@ -1,0 +1,63 @@
+"""``collect``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from isambard_serve.cli import options
+
+if TYPE_CHECKING:
+    from isambard_serve.records import Row, Run
+
+
+@click.command()
+@click.argument("names", metavar="JOBID...", nargs=-1, required=True)
+@options.site
+@click.option("-o", "--output", metavar="DIR", default="results", show_default=True,
+              help="The folder in which each run gets a folder of its own, named by its run id.")
+@options.as_json
+def collect(names: tuple[str, ...], site_name: str | None, output: str, as_json: bool) -> None:
+    """Bring a run's evidence here and show its table, while it runs or after.
+
+    Every file of the run is copied (but for keys); what is here already is left alone. results.csv and
+    results.json hold the rows.
+    """
+    from pathlib import Path
+
+    from isambard_serve import collect as collecting
+    from isambard_serve import status as statuses
+    from isambard_serve import table
+    from isambard_serve.run import RunDir, write_whole
+
+    site = options.choose_site(site_name)
+    runs = options.open_runs(site)
+    slurm = options.open_slurm(site)
+    found, rows = [], []
+    for directory in [runs.find(name) for name in names]:
+        # The state first: what it says has then been copied too.
+        run = statuses.read(directory, slurm)
+        copied = collecting.collect(directory, Path(output) / run.run_id)
+        options.say(f"{run.run_id}: {copied.files} files, {copied.bytes:,} bytes; {copied.unchanged} were here already")
+        here = RunDir(Path(output) / run.run_id)
+        own = here.read_rows()
+        document = _document([run], own)
+        write_whole(here.path / "results.json", document, mode=0o644)
+        write_whole(here.path / "results.csv", table.frame(own).to_csv(index=False), mode=0o644)
+        found.append(run)
+        rows += own
+    click.echo(_document(found, rows) if as_json else table.text(found, rows))
+
+
+def _document(runs: list[Run], rows: list[Row]) -> bytes:
+    import msgspec
+
+    from isambard_serve import records
+
+    return records.document(
+        "collect",
+        simulated=any(run.simulated for run in runs),
+        runs=[msgspec.to_builtins(run) for run in runs],
+        rows=[msgspec.to_builtins(row) for row in rows],
+    )

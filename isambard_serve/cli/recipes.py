@@ -1,0 +1,104 @@
+"""``recipes``, ``show``, ``plan``, ``render``: everything that touches no cluster."""
+
+from __future__ import annotations
+
+import click
+
+from isambard_serve.cli import options
+
+
+@click.command()
+@options.as_json
+def recipes(as_json: bool) -> None:
+    """List the recipes that can be run.
+
+    They are looked for in ./jobs, in your own folder (~/.config/isambard-serve/jobs) and among those shipped.
+    """
+    from isambard_serve import recipe, records, yamlfile
+
+    found = []
+    for name in recipe.names():
+        path = recipe.locate(name)
+        value = yamlfile.extended(path, recipe.locate)
+        found.append({"recipe": name, "description": str(value.get("description", "")), "file": str(path)})
+    if as_json:
+        click.echo(records.document("recipes", recipes=found))
+    else:
+        width = max((len(entry["recipe"]) for entry in found), default=0)
+        for entry in found:
+            click.echo(f"{entry['recipe']:<{width}}  {entry['description']}")
+
+
+@click.command()
+@click.argument("name", metavar="RECIPE")
+@options.assignments
+@options.as_json
+def show(name: str, assignments: tuple[str, ...], as_json: bool) -> None:
+    """Show a recipe in full: what it inherits, and your changes, worked in. RECIPE is a name or a path."""
+    import msgspec
+
+    from isambard_serve import recipe, records
+
+    chosen = options.load_recipe(name, assignments, None)
+    if as_json:
+        click.echo(records.document("recipe", **msgspec.to_builtins(chosen)))
+    else:
+        click.echo(recipe.locked(chosen), nl=False)
+
+
+@click.command()
+@click.argument("names", metavar="RECIPE...", nargs=-1, required=True)
+@options.site
+@options.assignments
+@options.time_limit
+@options.as_json
+def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
+         as_json: bool) -> None:
+    """Show what a run would do and at most cost, without doing it."""
+    import shlex
+
+    import msgspec
+
+    from isambard_serve import plan as plans
+    from isambard_serve import records
+
+    site = options.choose_site(site_name, from_afar=True)
+    made = [options.make_plan(options.load_recipe(name, assignments, time_limit), site, None) for name in names]
+    if as_json:
+        # What a run will reach is not modelled yet, and nothing is guessed.
+        entries = [{**msgspec.to_builtins(each), "predicted_output_tok_s": None, "predicted_knee": None}
+                   for each in made]
+        click.echo(records.document("plan", plans=entries))
+        return
+    for each in made:
+        click.echo(f"{each.recipe} at {each.site}: {each.gpus} of a node's {each.node_gpus} GPUs, "
+                   f"at most {each.serve_directives['time']} and {each.node_hours.dependent:g} node-hours "
+                   f"({each.node_hours.inside:g} without the sweep's own job)")
+        click.echo(f"points: {', '.join(point.name for point in each.points)} at ISL/OSL {each.served_context}")
+        for name, value in each.environment.items():
+            click.echo(f"  {name}={value}")
+        click.echo(f"  {shlex.join([*each.container_argv, *plans.filled(each.engine_argv, port='PORT')])}")
+
+
+@click.command()
+@click.argument("name", metavar="RECIPE")
+@options.site
+@options.assignments
+@options.time_limit
+@click.option("--run-id", help="Render as this run. Given the run id of a submission, its scripts byte for byte.")
+@click.option("--script", type=click.Choice(["serve.sbatch", "sweep.sbatch", "send.sh"]), default="serve.sbatch",
+              show_default=True, help="The script to print.")
+@click.option("-o", "--output", metavar="DIR", help="Write the whole run directory into DIR instead, ready to be "
+              "sent by hand with its send.sh, and print its path.")
+def render(name: str, site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
+           run_id: str | None, script: str, output: str | None) -> None:
+    """Print the scripts that submit would send."""
+    from isambard_serve import launch
+
+    site = options.choose_site(site_name, from_afar=True)
+    recipe = options.load_recipe(name, assignments, time_limit)
+    made = options.make_plan(recipe, site, run_id, output)
+    if output is None:
+        click.echo(launch.scripts(made)[script], nl=False)
+    else:
+        click.echo(launch.write(made, recipe).path)

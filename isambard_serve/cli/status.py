@@ -1,0 +1,64 @@
+"""``status`` and ``logs``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from isambard_serve.cli import options
+
+
+@click.command()
+@click.argument("name", metavar="JOBID", required=False)
+@options.site
+@options.as_json
+def status(name: str | None, site_name: str | None, as_json: bool) -> None:
+    """Say what a run is doing, or list your newest runs.
+
+    Read from the run's own files; Slurm is asked no oftener than the site allows.
+    """
+    import msgspec
+
+    from isambard_serve import records, table
+    from isambard_serve import status as statuses
+
+    site = options.choose_site(site_name)
+    runs = options.open_runs(site)
+    slurm = options.open_slurm(site)
+    directories = [runs.find(name)] if name else runs.newest(10)
+    found = [statuses.read(directory, slurm) for directory in directories]
+    rows = directories[0].read_rows() if name else []
+    if as_json:
+        click.echo(records.document("status", runs=[msgspec.to_builtins(run) for run in found],
+                                    rows=[msgspec.to_builtins(row) for row in rows]))
+    elif found:
+        click.echo(table.text(found, rows))
+    else:
+        options.say(f"no runs in {runs.folder}")
+
+
+@click.command()
+@options.run
+@options.site
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--of", "which", type=click.Choice(["engine", "serve", "sweep"]), default="engine", show_default=True,
+              help="The engine's log, or what the serve or the sweep job printed.")
+def logs(name: str, site_name: str | None, follow: bool, which: str) -> None:
+    """Print a run's log."""
+    from isambard_serve import status as statuses
+
+    site = options.choose_site(site_name)
+    directory = options.open_runs(site).find(name)
+    path = directory.log(which)
+    out = sys.stdout.buffer
+    if follow:
+        for block in statuses.follow(path, directory, options.open_slurm(site)):
+            out.write(block)
+            out.flush()
+    elif path.exists():
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                out.write(block)
+    else:
+        options.say(f"nothing yet: {path}")

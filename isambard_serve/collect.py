@@ -1,0 +1,84 @@
+"""Collecting: a run's files are copied to where its reader is, while it runs or after, and tabled."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from isambard_serve.errors import ServeError
+from isambard_serve.records import Record
+from isambard_serve.run import RunDir
+
+_BLOCK = 1 << 20
+_SECRET = {"api.key"}
+
+
+class Copied(Record, frozen=True):
+    """What a collection did: files and bytes copied, and files that were there already."""
+
+    files: int
+    bytes: int
+    unchanged: int
+
+
+def files(root: Path) -> Iterator[Path]:
+    """The run's regular files, as paths relative to ``root``, in order. Links, keys and half-written files stay."""
+    for folder, folders, names in os.walk(root, followlinks=False):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(folder) / name
+            if name not in _SECRET and not name.endswith(".tmp") and path.is_file() and not path.is_symlink():
+                yield path.relative_to(root)
+
+
+def collect(run: RunDir, destination: Path) -> Copied:
+    """Copies the run's files below ``destination``, each by a temporary name and a rename.
+
+    A file that is there already with the same size and SHA-256 is left alone. Of a file that still grows the
+    bytes that it had when its turn came are taken.
+
+    Raises:
+        ServeError: a file shrank while it was copied, or could not be written.
+    """
+    count = size = unchanged = 0
+    for relative in files(run.path):
+        source, target = run.path / relative, destination / relative
+        with contextlib.suppress(FileNotFoundError):
+            length = source.stat().st_size
+            if target.is_file() and target.stat().st_size == length and _digest(source) == _digest(target):
+                unchanged += 1
+                continue
+            _copy(source, target, length)
+            count += 1
+            size += length
+    return Copied(files=count, bytes=size, unchanged=unchanged)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copy(source: Path, target: Path, length: int) -> None:
+    """The first ``length`` bytes of ``source``, under the name ``target`` only when all of them are there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(source, "rb") as reader, open(temporary, "xb") as writer:
+            left = length
+            while left and (block := reader.read(min(left, _BLOCK))):
+                writer.write(block)
+                left -= len(block)
+        if left:
+            raise ServeError("shrank while it was copied", where=str(source), remedy="collect again")
+        temporary.replace(target)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename == str(source):
+            raise
+        raise ServeError(f"cannot be written: {error.strerror}", where=str(target)) from error
+    finally:
+        temporary.unlink(missing_ok=True)

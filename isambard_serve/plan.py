@@ -1,0 +1,256 @@
+"""Plans: recipe × site × run id, worked out in full and without any I/O.
+
+A plan holds every argument, variable and directive of a run. What only the node or Slurm will know is a
+:class:`Slot`, filled there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from isambard_serve import __version__, flags
+from isambard_serve.errors import UsageError
+from isambard_serve.recipe import Recipe, seconds
+from isambard_serve.records import Record
+from isambard_serve.run import point_name
+from isambard_serve.site import Site
+
+
+class Slot(Record, frozen=True):
+    """A word that is not known yet: the engine's ``port``, or the ``serve_job`` id."""
+
+    slot: Literal["port", "serve_job"]
+    before: str = ""
+    """Text that stands directly before the value, in the same word."""
+
+
+Word = str | Slot
+
+
+class Point(Record, frozen=True):
+    """One point to measure. ``seed`` differs from point to point, so that no prompt meets a warm prefix cache."""
+
+    concurrency: int
+    repeat: int
+    prompts: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The point's name and folder: ``c0512.r1``."""
+        return point_name(self.concurrency, self.repeat)
+
+
+class Limits(Record, frozen=True):
+    """Seconds that things may take: the engine's start, a time without requests, one point."""
+
+    load_s: int
+    idle_s: int
+    point_s: int
+
+
+class NodeHours(Record, frozen=True):
+    """What the run costs if every job runs to its time limit, in node-hours of the site.
+
+    ``inside``: the serve job alone (its own job measures). ``dependent``: with the sweep's job beside it.
+    """
+
+    inside: float
+    dependent: float
+
+
+class Plan(Record, frozen=True):
+    """Everything about a run that is known before it is submitted."""
+
+    run_id: str
+    run_dir: str
+    recipe: str
+    site: str
+    simulated: bool
+    python: str
+    model: str
+    served_context: str
+    osl: int
+    gpus: int
+    node_gpus: int
+    points: tuple[Point, ...]
+    limits: Limits
+    node_hours: NodeHours
+    serve_directives: dict[str, str | bool]
+    sweep_directives: dict[str, str | bool]
+    sweep_after_min: int
+    sweep_minutes: int
+    open_files: int
+    export: tuple[str, ...]
+    unset: tuple[str, ...]
+    environment: dict[str, str]
+    container_argv: tuple[str, ...]
+    engine_argv: tuple[Word, ...]
+    bench_argv: tuple[Word, ...]
+    step_argv: tuple[Word, ...]
+    needs: dict[str, str]
+    poll_interval_s: float
+    package_version: str = __version__
+    schema: str = "isambard-serve/plan/1"
+
+
+def filled(words: Sequence[Word], **values: str) -> list[str]:
+    """``words`` with their slots filled."""
+    return [word if isinstance(word, str) else word.before + values[word.slot] for word in words]
+
+
+def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str) -> Plan:
+    """The plan of running ``recipe`` at ``site`` (whose variables are resolved) as ``run_id``.
+
+    Args:
+        runs_dir: the folder that the run directory will stand in; absolute.
+        python: the interpreter that the jobs use; this package must be importable there.
+
+    Raises:
+        UsageError: the two do not go together, or a directive cannot be written.
+    """
+    if recipe.resources.gpus > site.node.gpus:
+        raise UsageError(f"needs {recipe.resources.gpus} GPUs, a node of {site.name} has {site.node.gpus}",
+                         where=f"recipe {recipe.name}: resources.gpus")
+    run_dir = f"{runs_dir}/{run_id}"
+    time_s = seconds(recipe.resources.time, recipe.name)
+    load_s = seconds(recipe.resources.load_time, recipe.name)
+    container_argv, needs = _container(recipe, site, runs_dir)
+    serve_share = recipe.resources.gpus / site.node.gpus
+    sweep_share = site.sweep.gpus / site.node.gpus
+    return Plan(
+        run_id=run_id,
+        run_dir=run_dir,
+        recipe=recipe.name,
+        site=site.name,
+        simulated=False,
+        python=python,
+        model=recipe.model,
+        served_context=f"{recipe.bench.isl}/{recipe.bench.osl}",
+        osl=recipe.bench.osl,
+        gpus=recipe.resources.gpus,
+        node_gpus=site.node.gpus,
+        points=_points(recipe),
+        limits=Limits(
+            load_s=seconds(recipe.resources.load_limit, recipe.name),
+            idle_s=seconds(recipe.resources.idle_timeout, recipe.name),
+            point_s=seconds(recipe.bench.point_limit, recipe.name),
+        ),
+        node_hours=NodeHours(
+            inside=round(serve_share * time_s / 3600, 4),
+            dependent=round((serve_share + sweep_share) * time_s / 3600, 4),
+        ),
+        serve_directives=_serve_directives(recipe, site, run_id, run_dir, time_s),
+        sweep_directives=_sweep_directives(site, run_id, run_dir),
+        sweep_after_min=load_s // 60,
+        sweep_minutes=math.ceil(time_s / 60),
+        open_files=site.open_files,
+        export=site.export,
+        unset=site.unset,
+        environment={"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **recipe.engine.env},
+        container_argv=container_argv,
+        engine_argv=(*site.container.command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
+                     *flags.argv(recipe.engine.args), *recipe.engine.extra_args),
+        bench_argv=(*site.container.command, "bench", "serve", "--backend", "openai",
+                    "--base-url", Slot(slot="port", before="http://127.0.0.1:"), "--endpoint", "/v1/completions",
+                    "--model", recipe.model, "--dataset-name", "random", "--request-rate", "inf",
+                    "--random-input-len", str(recipe.bench.isl), "--random-output-len", str(recipe.bench.osl),
+                    "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el",
+                    "--metric-percentiles", "50,90,95,99", "--save-result", *flags.argv(recipe.bench.args)),
+        # From one job into another: all that the serve job holds is taken by its own step, hence --overlap.
+        step_argv=("srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
+                   "--gpus=0", "--mem=0", f"--cpus-per-task={site.sweep.load_generator_cpus}",
+                   "--cpu-bind=none", "--export=ALL"),
+        needs=needs,
+        poll_interval_s=site.poll_interval_s,
+    )
+
+
+def _points(recipe: Recipe) -> tuple[Point, ...]:
+    bench = recipe.bench
+    return tuple(
+        Point(concurrency=concurrency, repeat=repeat, prompts=concurrency * bench.prompts_per_concurrency,
+              seed=concurrency * 1000 + repeat)
+        for concurrency in bench.concurrency
+        for repeat in range(1, bench.repeats + 1)
+    )
+
+
+def _container(recipe: Recipe, site: Site, runs_dir: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The words before the engine's own command, and the files that must exist, each with its remedy."""
+    container = site.container
+    if container.runtime == "none":
+        return (), {}
+    if recipe.image is None:
+        raise UsageError(f"names no image, and {site.name} runs the engine in a container",
+                         where=f"recipe {recipe.name}: image")
+    if recipe.image.endswith(".sif"):
+        sif, remedy = recipe.image, "check the path"
+    else:
+        # The name that apptainer itself gives to the image: last part of the reference, tag behind "_".
+        sif = f"{container.images_dir}/{recipe.image.rsplit('/', 1)[-1].replace(':', '_').replace('@', '_')}.sif"
+        remedy = (f"pull it in a job (login nodes have too little memory): srun --gpus=1 --time=1:00:00 "
+                  f"apptainer pull --dir {container.images_dir} docker://{recipe.image}")
+    binds = [word for bind in [*container.binds, runs_dir] for word in ("--bind", bind)]
+    return ("apptainer", "exec", *container.args, *binds, sif), {sif: remedy}
+
+
+def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, time_s: int) -> dict[str, str | bool]:
+    whole_node = recipe.resources.gpus == site.node.gpus
+    wanted: dict[str, str | bool | None] = {
+        "job-name": run_id,
+        "partition": site.partition,
+        **_passed_on(site),
+        "nodes": "1",
+        # A part of a node: the GPUs bring their cores and memory. A whole node: all its cores, nobody beside.
+        "gpus": str(recipe.resources.gpus),
+        "cpus-per-task": str(site.node.cpus) if whole_node else None,
+        "exclusive": True if whole_node else None,
+        "time": clock(time_s),
+        # A requeued job would go on on another node: that is another run.
+        "no-requeue": True,
+        "export": ",".join(site.export),
+        "chdir": run_dir,
+        "output": f"{run_dir}/serve.log",
+        "open-mode": "append",
+    }
+    return _checked(wanted, site)
+
+
+def _sweep_directives(site: Site, run_id: str, run_dir: str) -> dict[str, str | bool]:
+    wanted: dict[str, str | bool | None] = {
+        "job-name": f"{run_id}-sweep",
+        "partition": site.partition,
+        **_passed_on(site),
+        "gpus": str(site.sweep.gpus),
+        "no-requeue": True,
+        "export": ",".join(site.export),
+        "chdir": run_dir,
+    }
+    return _checked(wanted, site)
+
+
+def _passed_on(site: Site) -> dict[str, str | None]:
+    passed: dict[str, str | None] = msgspec.to_builtins(site.directives)
+    return passed
+
+
+def _checked(directives: dict[str, str | bool | None], site: Site) -> dict[str, str | bool]:
+    """``directives`` without those that are None. Line breaks are refused: they would end Slurm's comment."""
+    result: dict[str, str | bool] = {}
+    for name, value in directives.items():
+        if isinstance(value, str) and not value.isprintable():
+            raise UsageError(f"{value!r} holds characters that cannot be printed", where=f"site {site.name}: {name}")
+        if value is not None:
+            result[name] = value
+    return result
+
+
+def clock(total_s: int) -> str:
+    """Seconds as Slurm's ``HH:MM:SS``, rounded up to whole minutes, which is what Slurm counts in."""
+    minutes = math.ceil(total_s / 60)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

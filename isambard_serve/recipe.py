@@ -1,0 +1,165 @@
+"""Recipes: what to serve and how to measure it, as one strict YAML file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from isambard_serve import flags, shipped, yamlfile
+from isambard_serve.errors import UsageError, nearest
+from isambard_serve.records import Record
+
+Scalar = bool | int | float | str
+Count = Annotated[int, Meta(ge=1)]
+
+_DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
+_CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+
+class Engine(Record, frozen=True):
+    """vLLM: its version, the flags and environment it gets, and ``extra_args`` that are passed unchecked."""
+
+    version: str
+    args: dict[str, Scalar | list[Scalar] | dict[str, Any]] = {}
+    env: dict[str, str] = {}
+    extra_args: tuple[str, ...] = ()
+
+
+class Resources(Record, frozen=True):
+    """What the serve job holds, and for how long at most.
+
+    ``time`` limits the job, ``load_time`` is how long the engine usually takes to be ready (the sweep is not
+    due before), ``load_limit`` how long it may take. The job ends after ``idle_timeout`` without a request.
+    """
+
+    gpus: Count
+    time: str
+    load_time: str = "0m"
+    load_limit: str = "60m"
+    idle_timeout: str = "15m"
+
+
+class Bench(Record, frozen=True):
+    """The load: ``vllm bench serve`` with random prompts, one point for each concurrency and repeat.
+
+    ``isl`` and ``osl`` are input and output length in tokens; each point sends ``prompts_per_concurrency`` ×
+    concurrency requests and may take ``point_limit`` at most. ``args`` adds flags of ``vllm bench serve``.
+    """
+
+    isl: Count
+    osl: Count
+    concurrency: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    repeats: Count = 1
+    prompts_per_concurrency: Count = 2
+    point_limit: str = "30m"
+    args: dict[str, Scalar | list[Scalar]] = {}
+
+
+class Recipe(Record, frozen=True):
+    """A whole recipe. ``model`` is a hub name, or a path: absolute, or ``./`` beside the recipe's file."""
+
+    name: str
+    description: str
+    model: str
+    engine: Engine
+    resources: Resources
+    bench: Bench
+    image: str | None = None
+
+
+def seconds(text: str, where: str) -> int:
+    """A length of time (``90s``, ``1h30m``, ``4:00:00``, ``1-00:00:00``) in seconds.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    clock = _CLOCK.match(text)
+    if clock:
+        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    words = _DURATION.match(text)
+    if words and text:
+        hours, minutes, rest = (int(part or 0) for part in words.groups())
+        return (hours * 60 + minutes) * 60 + rest
+    raise UsageError(f"{text!r} is not a length of time", where=where, remedy='write "4h", "90m", "45s" or "4:00:00"')
+
+
+def folders() -> list[Path]:
+    """Where recipes are looked for, in order: ``./jobs``, the user's folder, the shipped ones."""
+    return [Path.cwd() / "jobs", shipped.user_folder() / "jobs", shipped.folder("jobs")]
+
+
+def names() -> list[str]:
+    """The names of all recipes that can be found."""
+    return sorted({path.stem for place in folders() for path in place.glob("*.yaml")})
+
+
+def locate(name: str, beside: Path | None = None) -> Path:
+    """The file of the recipe ``name``: a path, or a name looked up ``beside`` and in :func:`folders`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        path = (beside or Path.cwd()) / Path(name).expanduser()
+        if path.is_file():
+            return path
+        raise UsageError("no such recipe file", where=str(path))
+    found = shipped.named_file(name, ([beside] if beside else []) + folders())
+    if found is None:
+        available = names()
+        raise UsageError(f"no recipe is called {name!r}",
+                         remedy=nearest(name, available) or f"known recipes: {', '.join(available)}")
+    return found
+
+
+def load(name: str, assignments: tuple[str, ...] = ()) -> tuple[Recipe, list[str]]:
+    """The recipe ``name`` with ``KEY.PATH=VALUE`` assignments laid over it, and warnings about it.
+
+    Raises:
+        UsageError: it cannot be found, read or used, with the file and the key.
+    """
+    path = locate(name)
+    value = yamlfile.assigned(yamlfile.extended(path, locate), assignments)
+    value.setdefault("name", path.stem)
+    if isinstance(value.get("model"), str) and value["model"].startswith("./"):
+        value["model"] = str((path.parent / value["model"]).resolve())
+    recipe = yamlfile.convert(value, Recipe, str(path))
+    return recipe, _check(recipe, str(path))
+
+
+def _check(recipe: Recipe, where: str) -> list[str]:
+    """What the types cannot say; returns warnings."""
+    if not _NAME.match(recipe.name):
+        raise UsageError(f"{recipe.name!r} cannot name a job", where=f"{where}: name",
+                         remedy="use letters, digits, '.', '_' and '-'")
+    for key in ("time", "load_time", "load_limit", "idle_timeout"):
+        seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
+    if seconds(recipe.resources.time, where) == 0:
+        raise UsageError("must be longer than nothing", where=f"{where}: resources.time")
+    seconds(recipe.bench.point_limit, f"{where}: bench.point_limit")
+    for variable in recipe.engine.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+            raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")
+    if len(set(recipe.bench.concurrency)) != len(recipe.bench.concurrency):
+        raise UsageError("names a concurrency twice", where=f"{where}: bench.concurrency",
+                         remedy="use bench.repeats to measure a point again")
+    ranks = 1
+    for key in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
+        size = recipe.engine.args.get(key, 1)
+        ranks *= size if isinstance(size, int) else 1
+    if ranks > recipe.resources.gpus:
+        raise UsageError(f"its parallel shape needs {ranks} GPUs, it asks for {recipe.resources.gpus}",
+                         where=f"{where}: resources.gpus", remedy=f"set resources.gpus={ranks}, or shrink the shape")
+    warning = flags.check(recipe.engine.args, recipe.engine.version, where)
+    return [warning] if warning else []
+
+
+def locked(recipe: Recipe) -> str:
+    """``recipe`` as YAML: whole, resolved, and itself a recipe that loads to the same."""
+    return yamlfile.dump(msgspec.to_builtins(recipe))

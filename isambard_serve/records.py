@@ -1,0 +1,151 @@
+"""The records that runs leave behind and that ``--json`` prints. Their names are stable (DESIGN §12).
+
+Times are seconds since the epoch, UTC. Every document that leaves the package carries ``schema``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+STATES = (
+    "submitted",
+    "started",
+    "loading",
+    "ready",
+    "measuring",
+    "stopping",
+    "done",
+    "failed",
+    "cancelled",
+    "unknown",
+)
+"""What a run can be, in the order it goes through; the last four are ends (``unknown``: nobody can say)."""
+
+State = Literal[
+    "submitted", "started", "loading", "ready", "measuring", "stopping", "done", "failed", "cancelled", "unknown"
+]
+
+Writer = Literal["submit", "serve", "sweep", "cancel"]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every record: immutable, strict when read."""
+
+
+class Event(Record, frozen=True):
+    """Something that happened to a run; one line of ``events/<writer>.jsonl``.
+
+    ``event`` is the state entered, or a word of the writer's own (``point``, ``finished``, ``note``).
+    """
+
+    time: float
+    writer: Writer
+    event: str
+    reason: str | None = None
+    job_id: str | None = None
+    point: str | None = None
+
+
+class Sample(Record, frozen=True):
+    """One reading of the engine's ``/metrics``, summed over its DP ranks (KV cache: the fullest rank).
+
+    Counters (``*_total``) count from the engine's start. ``kv_cache_usage``: 1.0 is full.
+    ``scrape_ms``: how long the reading took.
+    """
+
+    time: float
+    scrape_ms: float
+    running: float
+    waiting: float
+    kv_cache_usage: float
+    preemptions_total: float
+    prompt_tokens_total: float
+    generation_tokens_total: float
+    requests_total: float
+    prefix_cache_queries_total: float
+    prefix_cache_hits_total: float
+
+
+class Row(Record, frozen=True):
+    """One measured point. ``None`` where the benchmark gave no number.
+
+    ``tok_s_per_user`` is 1000 / median TPOT in ms; ``node_hours`` and ``output_tok_per_node_hour`` cover the
+    measured window alone. ``valid`` is true only if no rule refuted the row (``reasons``); ``unknown`` names the
+    rules that could not be judged.
+    """
+
+    run_id: str
+    recipe: str
+    concurrency: int
+    repeat: int
+    output_tok_s: float | None
+    output_tok_s_per_gpu: float | None
+    total_tok_s: float | None
+    ratio: float | None
+    tok_s_per_user: float | None
+    median_ttft_ms: float | None
+    median_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    kv_cache_usage_max: float | None
+    preemptions: float | None
+    duration_s: float | None
+    time_scale: float
+    node_hours: float | None
+    output_tok_per_node_hour: float | None
+    valid: bool
+    reasons: tuple[str, ...]
+    unknown: tuple[str, ...]
+    schema: str = "isambard-serve/row/1"
+
+
+class Run(Record, frozen=True):
+    """A run as ``status`` and ``collect`` report it. ``node_hours`` is what its jobs have held so far."""
+
+    run_id: str
+    recipe: str
+    ladder: str | None
+    site: str
+    simulated: bool
+    state: State
+    reason: str | None
+    jobs: dict[str, str]
+    node_hours: float | None
+    directory: str
+    points_done: int
+    points_planned: int
+    schema: str = "isambard-serve/run/1"
+
+
+class Endpoint(Record, frozen=True):
+    """Where the engine answers, and the file (mode 0600) that holds the key it demands."""
+
+    url: str
+    model: str
+    node: str
+    job_id: str | None
+    key_file: str
+    schema: str = "isambard-serve/endpoint/1"
+
+
+class SubmittedJob(Record, frozen=True):
+    """One job's line in ``jobs.json``: written before its submission (no ``job_id``) and again after it."""
+
+    role: Literal["serve", "sweep"]
+    job_id: str | None
+    time: float
+
+
+class Jobs(Record, frozen=True):
+    """``jobs.json``: what was submitted for a run, written around each step. ``complete``: all of it was."""
+
+    jobs: tuple[SubmittedJob, ...] = ()
+    complete: bool = False
+    schema: str = "isambard-serve/jobs/1"
+
+
+def document(kind: str, **content: Any) -> bytes:
+    """A JSON document of ``content`` that carries its ``schema``, ready to print."""
+    body = msgspec.json.encode({"schema": f"isambard-serve/{kind}/1", **content})
+    return msgspec.json.format(body, indent=2)

@@ -1,0 +1,199 @@
+"""The run directory: its file names, ids, and the only ways in which its files are written and read.
+
+Whole files appear by temporary name and rename. Files that grow have one writer each; a last line that was
+torn by a crash is dropped when read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from isambard_serve.errors import UsageError
+from isambard_serve.records import Event, Jobs, Row, Writer
+
+T = TypeVar("T")
+
+_RUN_ID = re.compile(r"^\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}$")
+
+
+def new_id(recipe: str, now: float | None = None) -> str:
+    """A run id such as ``20261129-181258-dp4-humming-3f2a`` (UTC time, recipe, four random hex digits)."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"{stamp}-{recipe}-{secrets.token_hex(2)}"
+
+
+def checked_id(run_id: str) -> str:
+    """``run_id`` if it has the form of one; it becomes a folder's and a job's name. Raises UsageError otherwise."""
+    if not _RUN_ID.match(run_id):
+        raise UsageError(f"{run_id!r} is no run id", remedy="its form is 20261129-181258-RECIPE-3f2a")
+    return run_id
+
+
+def point_name(concurrency: int, repeat: int) -> str:
+    """The name of a point: ``c0512.r1``."""
+    return f"c{concurrency:04d}.r{repeat}"
+
+
+def write_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
+    """Writes ``path`` so that a reader sees the old file or the new one, never a part, also after a crash."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_line(path: Path, record: msgspec.Struct) -> None:
+    """Appends ``record`` as one line of JSON in a single write, so that lines never mix."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """The records in ``path`` (none when there is no such file); a torn last line is left out."""
+    with contextlib.suppress(FileNotFoundError):
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        decoder = msgspec.json.Decoder(kind)
+        return [decoder.decode(line) for line in whole.splitlines() if line]
+    return []
+
+
+class RunDir:
+    """One run's directory and the names of all files in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / "recipe.lock.yaml"
+        self.plan = path / "plan.json"
+        self.serve_script = path / "serve.sbatch"
+        self.sweep_script = path / "sweep.sbatch"
+        self.send_script = path / "send.sh"
+        self.serve_log = path / "serve.log"
+        self.submitit = path / "submitit"
+        self.jobs = path / "jobs.json"
+        self.events = path / "events"
+        self.node = path / "node.json"
+        self.slots = path / "slots.sh"
+        self.key = path / "api.key"
+        self.endpoint = path / "endpoint.json"
+        self.samples = path / "samples.jsonl"
+        self.engine = path / "engine"
+        self.engine_log = self.engine / "engine.log"
+        self.points = path / "points"
+
+    @property
+    def run_id(self) -> str:
+        """The run's id: its directory's name."""
+        return self.path.name
+
+    def log(self, which: str) -> Path:
+        """The log of the ``engine``, or what the ``serve`` or ``sweep`` job printed."""
+        if which == "sweep":
+            return self.submitit / f"{self.job_ids().get('sweep', '0')}_0_log.out"
+        return {"engine": self.engine_log, "serve": self.serve_log}[which]
+
+    def create(self) -> None:
+        """Makes the directory (mode 0700) and its folders. Slurm makes none: a job without them dies unheard.
+
+        Raises:
+            UsageError: it exists already.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise UsageError("this run exists already", where=str(self.path),
+                             remedy="leave --run-id out, and each submission gets one of its own") from error
+        for folder in (self.submitit, self.events, self.engine, self.points):
+            folder.mkdir(mode=0o700)
+
+    def record(self, writer: Writer, event: str, *, reason: str | None = None, job_id: str | None = None,
+               point: str | None = None) -> None:
+        """Appends an event to ``events/<writer>.jsonl``."""
+        append_line(self.events / f"{writer}.jsonl", Event(
+            time=time.time(), writer=writer, event=event, reason=reason, job_id=job_id, point=point))
+
+    def read_events(self, writers: Iterable[Writer] = ("submit", "serve", "sweep", "cancel")) -> list[Event]:
+        """The events of ``writers``, by time."""
+        events = [event for writer in writers for event in read_lines(self.events / f"{writer}.jsonl", Event)]
+        return sorted(events, key=lambda event: event.time)
+
+    def read_jobs(self) -> Jobs:
+        """What ``jobs.json`` says; nothing submitted when there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return msgspec.json.decode(self.jobs.read_bytes(), type=Jobs)
+        return Jobs()
+
+    def job_ids(self) -> dict[str, str]:
+        """The run's job ids by role: those that were noted at submission, and those that the jobs wrote themselves.
+
+        The latter also cover a submission that was cut off, and a run that was sent by hand.
+        """
+        ids = {job.role: job.job_id for job in self.read_jobs().jobs if job.job_id}
+        written = {event.writer: event.job_id for event in self.read_events(["serve", "sweep"]) if event.job_id}
+        return {role: str(ids.get(role) or written[role]) for role in ("serve", "sweep") if role in ids | written}
+
+    def read_rows(self) -> list[Row]:
+        """The rows of all kept points, by concurrency and repeat."""
+        rows = [msgspec.json.decode(path.read_bytes(), type=Row) for path in self.points.glob("*/row.json")]
+        return sorted(rows, key=lambda row: (row.concurrency, row.repeat))
+
+
+class Runs:
+    """All runs of a site: ``runs_dir``, and its index from job ids to runs (``.jobs/<site>-<job id>``)."""
+
+    def __init__(self, folder: Path, site: str) -> None:
+        self.folder = folder
+        self.site = site
+
+    def directory(self, run_id: str) -> RunDir:
+        """The directory of the run ``run_id``, whether it exists or not."""
+        return RunDir(self.folder / checked_id(run_id))
+
+    def remember(self, job_id: str, run_id: str) -> None:
+        """Notes in the index that ``job_id`` belongs to ``run_id``."""
+        index = self.folder / ".jobs"
+        index.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(index / f"{self.site}-{job_id}", run_id)
+
+    def find(self, name: str) -> RunDir:
+        """The run that ``name`` names: a run id, any job id of the run, or the path of a run directory.
+
+        Raises:
+            UsageError: there is no such run.
+        """
+        if "/" in name:
+            path = Path(name).resolve()
+        elif name.isdigit():
+            entry = self.folder / ".jobs" / f"{self.site}-{name}"
+            if not entry.is_file():
+                raise UsageError(f"no run has the job {name}", where=str(self.folder),
+                                 remedy="isambard-serve status lists the runs")
+            path = self.folder / entry.read_text().strip()
+        else:
+            path = self.folder / checked_id(name)
+        if not (path / "plan.json").is_file():
+            raise UsageError(f"no run {name!r}", where=str(path.parent), remedy="isambard-serve status lists the runs")
+        return RunDir(path)
+
+    def newest(self, count: int) -> list[RunDir]:
+        """The ``count`` newest runs, newest first: one listing of one folder."""
+        names: Iterator[str] = (entry.name for entry in os.scandir(self.folder)) if self.folder.is_dir() else iter(())
+        runs = sorted((name for name in names if _RUN_ID.match(name)), reverse=True)
+        return [RunDir(self.folder / name) for name in runs[:count]]

@@ -1,0 +1,169 @@
+"""Sites: what a cluster is made of, and what a job must ask for there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from isambard_serve import config, shipped, yamlfile
+from isambard_serve.errors import UsageError, nearest
+from isambard_serve.records import Record
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+class Node(Record, frozen=True):
+    """A node's shape: GPUs, CPU cores (all of them, over all chips)."""
+
+    gpus: int
+    cpus: int
+
+
+class Container(Record, frozen=True):
+    """How the engine's container is run.
+
+    ``runtime`` ``none`` starts ``command`` on the node itself; ``apptainer`` runs the recipe's image, whose SIF
+    lies in ``images_dir``, with ``args`` (and ``binds``: host folders seen under the same path inside).
+    """
+
+    runtime: Literal["none", "apptainer"]
+    command: tuple[str, ...] = ("vllm",)
+    images_dir: str | None = None
+    args: tuple[str, ...] = ()
+    binds: tuple[str, ...] = ()
+
+
+class Sweep(Record, frozen=True):
+    """The smallest job that this site lets measure: GPUs it must ask for, and its load generator's CPU cores."""
+
+    gpus: int
+    load_generator_cpus: int
+
+
+class Directives(Record, frozen=True, rename="kebab"):
+    """Slurm directives passed through as given; None leaves one out."""
+
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    exclude: str | None = None
+    mail_user: str | None = None
+    mail_type: str | None = None
+
+
+class Site(Record, frozen=True):
+    """A site file. Paths may hold ``$VARIABLE``; :func:`resolved` fills them from the environment.
+
+    ``detect`` is a path that exists only there. ``example`` gives values to variables where the site is only
+    looked at from afar (``plan``, ``render``). ``poll_interval_s`` is the fastest that Slurm may be asked.
+    ``export`` names the variables of the submitting shell that jobs see; ``unset`` those a job drops.
+    """
+
+    name: str
+    description: str
+    scheduler: Literal["slurm"]
+    node: Node
+    runs_dir: str
+    container: Container
+    sweep: Sweep
+    partition: str | None = None
+    detect: str | None = None
+    poll_interval_s: float = 60.0
+    open_files: int = 65536
+    directives: Directives = Directives()
+    export: tuple[str, ...] = ("HOME", "USER", "LOGNAME", "PATH", "LANG")
+    unset: tuple[str, ...] = ()
+    set: dict[str, str] = {}
+    example: dict[str, str] = {}
+
+
+def folders() -> list[Path]:
+    """Where sites are looked for, in order: the user's, then the shipped ones."""
+    return [shipped.user_folder() / "sites", shipped.folder("sites")]
+
+
+def names() -> list[str]:
+    """The names of all sites that can be found."""
+    return sorted({path.stem for place in folders() for path in place.glob("*.yaml")})
+
+
+def _locate(name: str, beside: Path | None = None) -> Path:
+    if "/" in name or name.endswith(".yaml"):
+        path = Path(name) if beside is None else beside / name
+        if path.is_file():
+            return path
+        raise UsageError("no such site file", where=str(path))
+    # A user's site may extend the shipped one of the same name, so the search starts behind its own folder.
+    places = [place for place in folders() if place.resolve() != beside]
+    found = shipped.named_file(name, places)
+    if found is None:
+        known = names()
+        raise UsageError(f"no site is called {name!r}", where="--site",
+                         remedy=nearest(name, known) or f"known sites: {', '.join(known) or 'none'}")
+    return found
+
+
+def load(name: str) -> Site:
+    """The site called ``name``, or in the file ``name``."""
+    path = _locate(name)
+    value = yamlfile.extended(path, _locate)
+    value.setdefault("name", path.stem)
+    return yamlfile.convert(value, Site, str(path))
+
+
+def choose(flag: str | None, environ: Mapping[str, str] | None = None) -> Site:
+    """The site to use: ``flag``, else ``$ISAMBARD_SERVE_SITE``, the user's config, or the one detected here.
+
+    Raises:
+        UsageError: none of these names a site.
+    """
+    environ = os.environ if environ is None else environ
+    named = flag or environ.get("ISAMBARD_SERVE_SITE") or config.load().site
+    if named:
+        return load(named)
+    for candidate in names():
+        site = load(candidate)
+        if site.detect and Path(site.detect).exists():
+            return site
+    raise UsageError("this machine is none of the known sites", where="--site",
+                     remedy=f"name one: --site {'|'.join(names())}, or set site: in "
+                            f"{shipped.user_folder() / 'config.yaml'}")
+
+
+def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False) -> tuple[Site, list[str]]:
+    """``site`` with its variables filled in, and the names of those that took their ``example`` value.
+
+    Args:
+        from_afar: whether example values may stand in for variables that are not set.
+
+    Raises:
+        UsageError: a variable has no value.
+    """
+    assumed: list[str] = []
+
+    def fill(text: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            name = match[1] or match[2]
+            if name in environ:
+                return environ[name]
+            if from_afar and name in site.example:
+                assumed.append(name)
+                return site.example[name]
+            raise UsageError(f"${name} is not set", where=f"site {site.name}",
+                             remedy=f"run this where {name} is set (a login node of {site.name}), or set it")
+        return _VARIABLE.sub(value, text)
+
+    container = msgspec.structs.replace(
+        site.container,
+        images_dir=fill(site.container.images_dir) if site.container.images_dir else None,
+        binds=tuple(fill(bind) for bind in site.container.binds),
+        command=tuple(fill(word) for word in site.container.command),
+    )
+    values = {key: fill(value) for key, value in site.set.items()}
+    filled = msgspec.structs.replace(site, runs_dir=fill(site.runs_dir), container=container, set=values)
+    return filled, sorted(set(assumed))

@@ -1,0 +1,69 @@
+"""A run's state: a pure function of its events, of what Slurm says, and of when it last showed life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from isambard_serve.records import STATES, Event, Jobs, State
+from isambard_serve.slurm import JobState
+
+SILENCE_S = 60.0
+"""A run that should be alive and has shown nothing for so long, while Slurm says nothing, is ``unknown``."""
+
+_ENDS = ("failed", "cancelled", "done")
+
+
+def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], silence_s: float | None
+         ) -> tuple[State, str | None]:
+    """The state of a run, and why.
+
+    Args:
+        events: all of the run's events, by time.
+        jobs: what was submitted.
+        slurm: what Slurm says of the run's jobs; jobs it does not know (or an outage) are left out.
+        silence_s: seconds since the run last wrote anything on its node; None if it never has.
+    """
+    noted = next((job.job_id for job in jobs.jobs if job.role == "serve"), None)
+    serve = noted or next((event.job_id for event in events if event.event == "started"), None)
+    own = [event for event in events if event.event in STATES]
+    answer = slurm.get(serve) if serve else None
+
+    ends = [event for event in own if event.event in _ENDS]
+    if ends:
+        # The first failure is the cause; what follows is its consequence. A cancellation asked for explains all.
+        first = min(ends, key=lambda event: (event.event != "cancelled", event.time))
+        return cast(State, first.event), first.reason
+    if answer and answer.ended:
+        if answer.state == "CANCELLED":
+            return "cancelled", "Slurm: the serve job was cancelled"
+        if answer.state == "COMPLETED":
+            return "failed", "Slurm: the serve job ended before the run said that it was done"
+        return "failed", f"Slurm: {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
+
+    reached: State = "submitted"
+    for event in own:
+        if STATES.index(event.event) > STATES.index(reached):
+            reached = cast(State, event.event)
+    if reached == "submitted":
+        return _submitted(jobs, serve, answer)
+    if answer is None and silence_s is not None and silence_s > SILENCE_S:
+        return "unknown", f"last was {reached}; no sign of life for {silence_s:.0f} s, and Slurm does not say"
+    return reached, _cut_off(jobs)
+
+
+def _submitted(jobs: Jobs, serve: str | None, answer: JobState | None) -> tuple[State, str | None]:
+    if serve is None:
+        if jobs.jobs:
+            return "unknown", "the submission was cut off before Slurm's answer was noted: look for it with squeue"
+        return "unknown", "nothing was submitted"
+    waiting = f"Slurm: {answer.state}" + (f" ({answer.reason})" if answer.reason else "") if answer else None
+    return "submitted", _cut_off(jobs) or waiting
+
+
+def _cut_off(jobs: Jobs) -> str | None:
+    """What to say of a run whose submission was interrupted between its jobs."""
+    if jobs.jobs and not jobs.complete:
+        return ("the submission was cut off: no sweep was submitted, and the serve job ends after its idle_timeout; "
+                "cancel this run and submit again")
+    return None

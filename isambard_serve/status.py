@@ -1,0 +1,99 @@
+"""What a run is doing, from its files and, no oftener than the site allows, from Slurm."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from isambard_serve import slurm as slurm_module
+from isambard_serve import state
+from isambard_serve.plan import Plan
+from isambard_serve.records import Run
+from isambard_serve.run import RunDir
+from isambard_serve.slurm import JobState, Slurm
+
+ENDS = ("done", "failed", "cancelled")
+
+
+def read(run: RunDir, slurm: Slurm | None = None) -> Run:
+    """The run as it stands.
+
+    Args:
+        slurm: asked about jobs whose files do not say that the run has ended; None asks nobody.
+    """
+    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    events = run.read_events()
+    jobs = run.read_jobs()
+    ids = run.job_ids()
+    silence_s = _silence_s(run)
+    answers: dict[str, JobState] = {}
+    now, reason = state.fold(events, jobs, answers, None)
+    if now not in ENDS and slurm is not None and ids:
+        cache = run.path.parent / ".jobs" / "slurm.json"
+        answers = slurm_module.states_within_limit(slurm, ids.values(), cache, plan.poll_interval_s)
+        now, reason = state.fold(events, jobs, answers, silence_s)
+    return Run(
+        run_id=run.run_id,
+        recipe=plan.recipe,
+        ladder=None,
+        site=plan.site,
+        simulated=plan.simulated,
+        state=now,
+        reason=reason,
+        jobs=ids,
+        node_hours=_node_hours(run, plan, ended=now in ENDS),
+        directory=str(run.path),
+        points_done=sum(1 for _ in run.points.glob("*/row.json")),
+        points_planned=len(plan.points),
+    )
+
+
+def _silence_s(run: RunDir) -> float | None:
+    """Seconds since the engine's node wrote anything; None if it never has."""
+    newest = 0.0
+    for path in (run.samples, run.events / "serve.jsonl", run.engine_log):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return time.time() - newest if newest else None
+
+
+def _node_hours(run: RunDir, plan: Plan, *, ended: bool) -> float | None:
+    """What the serve job has held, by the run's own clock: from its first event to its last, or to now."""
+    times = [event.time for event in run.read_events(["serve"])]
+    if not times:
+        return None
+    held_s = (times[-1] if ended else time.time()) - times[0]
+    return round(held_s / 3600 * plan.gpus / plan.node_gpus, 6)
+
+
+def follow(path: Path, run: RunDir, slurm: Slurm | None, tick_s: float = 0.5) -> Iterator[bytes]:
+    """The content of ``path`` as it grows, until the run has ended and all of it was given."""
+    position = 0
+    while True:
+        ended = read(run, slurm).state in (*ENDS, "unknown")
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            file.seek(position)
+            while block := file.read(1 << 16):
+                position += len(block)
+                yield block
+        if ended:
+            return
+        time.sleep(tick_s)
+
+
+def wait(run: RunDir, slurm: Slurm | None, changed: Callable[[Run], None], tick_s: float = 1.0) -> Run:
+    """Waits until the run has ended and returns it; ``changed`` is told of each new state and point."""
+    last: tuple[object, ...] = ()
+    while True:
+        now = read(run, slurm)
+        seen = (now.state, now.reason, now.points_done)
+        if seen != last:
+            changed(now)
+            last = seen
+        if now.state in ENDS:
+            return now
+        time.sleep(tick_s)

@@ -1,0 +1,65 @@
+"""Rows as a table: on the terminal, and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from isambard_serve.records import Row, Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_SHOWN = {
+    "recipe": "recipe",
+    "concurrency": "concurrency",
+    "repeat": "repeat",
+    "output_tok_s": "output tok/s",
+    "output_tok_s_per_gpu": "per GPU",
+    "tok_s_per_user": "tok/s/user",
+    "median_ttft_ms": "TTFT ms",
+    "median_tpot_ms": "TPOT ms",
+    "kv_cache_usage_max": "KV max",
+    "valid": "valid",
+}
+
+
+def frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """One line a row, a column for each field of :class:`~isambard_serve.records.Row`; lists joined by spaces."""
+    import pandas as pd
+
+    columns = [field.name for field in msgspec.structs.fields(Row) if field.name != "schema"]
+    table = pd.DataFrame([msgspec.to_builtins(row) for row in rows], columns=columns)
+    for column in ("reasons", "unknown"):
+        table[column] = table[column].map(" ".join)
+    return table
+
+
+def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
+    """The table for the terminal. A row that may be wrong says why, and so does a run that did not end well."""
+    lines = []
+    if rows:
+        shown = frame(rows)
+        shown["valid"] = [_verdict(row) for row in rows]
+        shown = shown[list(_SHOWN)].rename(columns=_SHOWN)
+        lines.append(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:,.2f}"))
+    return "\n".join([*lines, *(f"{run.run_id}: {progress(run)}" for run in runs)])
+
+
+def progress(run: Run) -> str:
+    """How far a run is, in one line."""
+    parts = [run.state, f"{run.points_done} of {run.points_planned} points"]
+    if run.node_hours is not None:
+        parts.append(f"{run.node_hours:.3f} node-hours")
+    if run.simulated:
+        parts.append("simulated")
+    return ", ".join(parts) + (f" - {run.reason}" if run.reason else "")
+
+
+def _verdict(row: Row) -> str:
+    parts = ["yes" if row.valid else f"NO: {' '.join(row.reasons)}"]
+    if row.unknown:
+        parts.append(f"(not known: {' '.join(row.unknown)})")
+    return " ".join(parts)

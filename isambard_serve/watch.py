@@ -1,0 +1,220 @@
+"""On the node, beside the engine: starts it, says when it is ready, samples it, and decides when it ends.
+
+The watcher holds the serve job. It ends the engine, and with it the job, as soon as the sweep has finished or
+given up, the engine dies, nobody asks for anything, Slurm asks, or the job's time is nearly up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from isambard_serve import process, slurm
+from isambard_serve.engine import EngineClient, EngineUnreachableError
+from isambard_serve.plan import Plan
+from isambard_serve.records import Endpoint, Sample
+from isambard_serve.run import RunDir, append_line, write_whole
+
+TICK_S = 0.5
+SAMPLE_S = 1.0
+STOP_GRACE_S = 20.0
+DEADLINE_MARGIN_S = 180.0
+"""How long before its time limit the job stops by itself, so that nothing is cut off half-written."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Why the watcher stops: the event to record (``stopping`` leaves the verdict to others) and its reason."""
+
+    event: str
+    reason: str
+
+    @property
+    def exit_code(self) -> int:
+        """The job's exit code."""
+        return 0 if self.event == "done" else 1
+
+
+class Activity:
+    """How long the engine has gone without a request, by the counters in its samples."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._seen: tuple[float, ...] = ()
+
+    def note(self, sample: Sample, now: float) -> None:
+        """Takes in a sample."""
+        counters = (sample.requests_total, sample.prompt_tokens_total, sample.generation_tokens_total)
+        if counters != self._seen or sample.running or sample.waiting:
+            self._since = now
+            self._seen = counters
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last sign of a request."""
+        return now - self._since
+
+
+def engine_processes(root: int) -> dict[str, psutil.Process]:
+    """vLLM's own processes below ``root`` by title and pid. It titles them ``VLLM::…``; helpers come and go."""
+    found: dict[str, psutil.Process] = {}
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(root).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                title = " ".join(child.cmdline()).strip()
+                if title.startswith("VLLM::"):
+                    found[f"{title} (pid {child.pid})"] = child
+    return found
+
+
+def _alive(child: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class Watcher:
+    """Watches one engine from its start to its end."""
+
+    def __init__(self, run: RunDir, plan: Plan, client: EngineClient, child: subprocess.Popen[bytes],
+                 terminated: threading.Event, deadline: float | None) -> None:
+        self._run = run
+        self._plan = plan
+        self._client = client
+        self._child = child
+        self._deadline = deadline
+        self._terminated = terminated
+        self._over = threading.Event()
+        self._ready = threading.Event()
+        self._activity = Activity(time.monotonic())
+        self._processes: dict[str, psutil.Process] = {}
+
+    def watch(self) -> End:
+        """Watches until there is a reason to end, and returns it."""
+        began = time.monotonic()
+        threads = [threading.Thread(target=target, daemon=True) for target in (self._become_ready, self._sample)]
+        for thread in threads:
+            thread.start()
+        try:
+            while True:
+                end = self._reason_to_end(began)
+                if end:
+                    return end
+                self._terminated.wait(TICK_S)
+        finally:
+            self._over.set()
+
+    def _reason_to_end(self, began: float) -> End | None:
+        if self._terminated.is_set():
+            return End("stopping", "asked to end by a signal: scancel, or the job's time limit")
+        now = time.monotonic()
+        ready = self._ready.is_set()
+        died = self._death(ready)
+        if died:
+            # A signal to the whole job reaches the engine as soon as us: it explains the death.
+            if self._terminated.wait(TICK_S):
+                return self._reason_to_end(began)
+            return End("failed", died)
+        for event in reversed(self._run.read_events(["sweep"])):
+            if event.event == "finished":
+                return End("done", event.reason or "all points are measured")
+            if event.event == "failed":
+                return End("stopping", "the sweep gave up")
+        if not ready and now - began > self._plan.limits.load_s:
+            return End("failed", f"the engine was not ready within {self._plan.limits.load_s} s (load_limit)")
+        if ready and self._activity.idle_s(now) > self._plan.limits.idle_s:
+            return End("failed", f"no request for {self._plan.limits.idle_s} s (idle_timeout): nobody measures")
+        if self._deadline and time.time() > self._deadline - DEADLINE_MARGIN_S:
+            return End("failed", f"the job's time limit is {DEADLINE_MARGIN_S:.0f} s away, with points still to do")
+        return None
+
+    def _death(self, ready: bool) -> str | None:
+        """What of the engine has died, if anything has. Its exit code is told, never believed (it is 0 at times)."""
+        code = self._child.poll()
+        if code is not None:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return f"the engine ended by itself ({how}) while {'it was needed' if ready else 'it was starting'}"
+        dead = next((name for name, child in self._processes.items() if not _alive(child)), None)
+        return f"the engine's process {dead} died" if dead else None
+
+    def _become_ready(self) -> None:
+        """Waits for ``/health`` and then for one answered completion: health alone proves little."""
+        while not self._over.is_set() and not self._client.healthy():
+            self._over.wait(TICK_S)
+        while not self._over.is_set():
+            try:
+                self._client.complete(self._plan.model)
+                break
+            except EngineUnreachableError as error:
+                self._run.record("serve", "note", reason=f"healthy, but no completion yet: {error}")
+                self._over.wait(5.0)
+        if not self._over.is_set():
+            job_id = os.environ.get("SLURM_JOB_ID")
+            node = os.environ.get("SLURMD_NODENAME", "localhost")
+            write_whole(self._run.endpoint, msgspec.json.encode(Endpoint(
+                url=self._client.url, model=self._plan.model, node=node, job_id=job_id,
+                key_file=str(self._run.key))))
+            self._activity = Activity(time.monotonic())
+            self._processes = engine_processes(self._child.pid)
+            self._ready.set()
+            self._run.record("serve", "ready", job_id=job_id)
+
+    def _sample(self) -> None:
+        """One sample a second into ``samples.jsonl``, from the moment that the engine is ready."""
+        self._ready.wait()
+        while not self._over.is_set():
+            began = time.monotonic()
+            with contextlib.suppress(EngineUnreachableError, ValueError):
+                sample = self._client.sample()
+                self._activity.note(sample, time.monotonic())
+                append_line(self._run.samples, sample)
+            self._over.wait(max(0.0, SAMPLE_S - (time.monotonic() - began)))
+
+
+def serve(run: RunDir, argv: list[str]) -> int:
+    """Starts the engine ``argv``, watches it, ends it, and returns the job's exit code."""
+    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    port = next(line.partition("=")[2] for line in run.slots.read_text().splitlines() if line.startswith("port="))
+    job_id = os.environ.get("SLURM_JOB_ID")
+    deadline = slurm.Slurm(os.environ).end_time(job_id) if job_id else None
+    client = EngineClient(f"http://127.0.0.1:{port}", run.key.read_text())
+    terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    try:
+        child = process.start(argv, env=os.environ, log=run.engine_log)
+    except OSError as error:
+        run.record("serve", "failed", reason=f"the engine could not be started: {error}", job_id=job_id)
+        return 1
+    watcher = Watcher(run, plan, client, child, terminated, deadline)
+    run.record("serve", "loading", job_id=job_id)
+    try:
+        end = watcher.watch()
+        if end.event == "done":
+            run.record("serve", "stopping", reason=end.reason, job_id=job_id)
+        else:
+            # Said at once: whoever waits shall not wait for the engine's own end.
+            run.record("serve", end.event, reason=end.reason, job_id=job_id)
+    finally:
+        process.stop(child, STOP_GRACE_S)
+    if end.event == "done":
+        run.record("serve", "done", reason=end.reason, job_id=job_id)
+    return end.exit_code
+
+
+def main() -> None:
+    """``python -m isambard_serve.watch RUN_DIR -- ENGINE ARGV…``."""
+    split = sys.argv.index("--")
+    sys.exit(serve(RunDir(Path(sys.argv[1])), sys.argv[split + 1 :]))
+
+
+if __name__ == "__main__":
+    main()
