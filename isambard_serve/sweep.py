@@ -16,7 +16,7 @@ from isambard_serve.run import RunDir
 
 TICK_S = 1.0
 START_GRACE_S = 60.0
-"""How long the serve job may take from its start (which set this job free) to its first word."""
+"""How much longer than the serve job's own watcher the sweep waits, and how seldom it asks Slurm at the most."""
 
 
 def sweep(run_dir: str) -> int:
@@ -51,18 +51,22 @@ def sweep(run_dir: str) -> int:
 def _ready(run: RunDir, plan: Plan) -> Endpoint:
     """The engine's endpoint once it is ready. Its dependency alone proves nothing: a cancelled job satisfies it."""
     began = time.monotonic()
+    serve_job = run.job_ids().get("serve", "")
+    asked: float | None = None
     while not run.endpoint.exists():
         gone = points.serve_end(run)
         if gone:
             raise points.EngineGoneError(f"the engine never became ready: {gone}", where=f"run {run.run_id}")
-        waited = time.monotonic() - began
-        started = any(event.event == "started" for event in run.read_events(["serve"]))
-        if not started and waited > START_GRACE_S:
-            raise NotReadyError(f"the serve job did not begin within {START_GRACE_S:.0f} s of setting this job free: "
-                                "it was cancelled, or its node never ran its script", where=f"run {run.run_id}")
-        if waited > plan.limits.load_s + START_GRACE_S:
+        now = time.monotonic()
+        if now - began > plan.limits.load_s + START_GRACE_S:
             raise NotReadyError(f"the engine was not ready within {plan.limits.load_s} s (load_limit)",
                                 where=f"run {run.run_id}")
+        if asked is None or now - asked > max(plan.poll_interval_s, START_GRACE_S):
+            asked = now
+            answer = slurm.Slurm(slurm.stripped(os.environ)).states([serve_job]).get(serve_job)
+            if answer and answer.ended:
+                raise points.EngineGoneError(f"the serve job ended before the engine was ready: {answer.state}",
+                                             where=f"run {run.run_id}")
         time.sleep(TICK_S)
     return msgspec.json.decode(run.endpoint.read_bytes(), type=Endpoint)
 
