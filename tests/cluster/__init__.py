@@ -1,0 +1,1 @@
+"""Tests with real daemons: Slurm and what stands around it."""
