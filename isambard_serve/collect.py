@@ -65,9 +65,9 @@ def _digest(path: Path) -> str:
 
 def _copy(source: Path, target: Path, length: int) -> None:
     """The first ``length`` bytes of ``source``, under the name ``target`` only when all of them are there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(source, "rb") as reader, open(temporary, "xb") as writer:
             left = length
             while left and (block := reader.read(min(left, _BLOCK))):
@@ -81,4 +81,5 @@ def _copy(source: Path, target: Path, length: int) -> None:
             raise
         raise ServeError(f"cannot be written: {error.strerror}", where=str(target)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it must not hide what went wrong
+            temporary.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Engine(Record, frozen=True):
@@ -61,7 +61,7 @@ class Bench(Record, frozen=True):
 
 
 class Recipe(Record, frozen=True):
-    """A whole recipe. ``model`` is a hub name, or a path: absolute, or ``./`` beside the recipe's file."""
+    """A whole recipe. ``model`` is a hub name, or a path: absolute, or ``./`` or ``../`` from the recipe's folder."""
 
     name: str
     description: str
@@ -125,17 +125,26 @@ def load(name: str, assignments: tuple[str, ...] = ()) -> tuple[Recipe, list[str
         UsageError: it cannot be found, read or used, with the file and the key.
     """
     path = locate(name)
-    value = yamlfile.assigned(yamlfile.extended(path, locate), assignments)
-    value.setdefault("name", path.stem)
-    if isinstance(value.get("model"), str) and value["model"].startswith("./"):
-        value["model"] = str((path.parent / value["model"]).resolve())
+    value = _anchored(yamlfile.assigned(yamlfile.extended(path, locate, _read), assignments), Path.cwd())
     recipe = yamlfile.convert(value, Recipe, str(path))
     return recipe, _check(recipe, str(path))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """The map in one recipe file: named by that file unless it says otherwise, its paths made fit to be inherited."""
+    return {"name": path.stem, **_anchored(yamlfile.read(path), path.parent)}
+
+
+def _anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
+    model = value.get("model")
+    if isinstance(model, str) and model.startswith(("./", "../")):
+        return {**value, "model": str((folder / model).resolve())}
+    return value
+
+
 def _check(recipe: Recipe, where: str) -> list[str]:
     """What the types cannot say; returns warnings."""
-    if not _NAME.match(recipe.name):
+    if not _NAME.fullmatch(recipe.name):
         raise UsageError(f"{recipe.name!r} cannot name a job", where=f"{where}: name",
                          remedy="use letters, digits, '.', '_' and '-'")
     for key in ("time", "load_time", "load_limit", "idle_timeout"):

@@ -7,6 +7,7 @@ torn by a crash is dropped when read.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -22,7 +23,7 @@ from isambard_serve.records import Event, Jobs, Row, Writer
 
 T = TypeVar("T")
 
-_RUN_ID = re.compile(r"^\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}$")
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}", re.ASCII)
 
 
 def new_id(recipe: str, now: float | None = None) -> str:
@@ -33,7 +34,7 @@ def new_id(recipe: str, now: float | None = None) -> str:
 
 def checked_id(run_id: str) -> str:
     """``run_id`` if it has the form of one; it becomes a folder's and a job's name. Raises UsageError otherwise."""
-    if not _RUN_ID.match(run_id):
+    if not _RUN_ID.fullmatch(run_id):
         raise UsageError(f"{run_id!r} is no run id", remedy="its form is 20261129-181258-RECIPE-3f2a")
     return run_id
 
@@ -195,5 +196,6 @@ class Runs:
     def newest(self, count: int) -> list[RunDir]:
         """The ``count`` newest runs, newest first: one listing of one folder."""
         names: Iterator[str] = (entry.name for entry in os.scandir(self.folder)) if self.folder.is_dir() else iter(())
-        runs = sorted((name for name in names if _RUN_ID.match(name)), reverse=True)
-        return [RunDir(self.folder / name) for name in runs[:count]]
+        runs = (RunDir(self.folder / name) for name in sorted(names, reverse=True) if _RUN_ID.fullmatch(name))
+        # One whose writing was cut off has no plan, and nothing to tell.
+        return list(itertools.islice((run for run in runs if run.plan.is_file()), count))

@@ -113,7 +113,12 @@ def load(name: str) -> Site:
     path = _locate(name)
     value = yamlfile.extended(path, _locate)
     value.setdefault("name", path.stem)
-    return yamlfile.convert(value, Site, str(path))
+    site = yamlfile.convert(value, Site, str(path))
+    for key, variables in (("export", site.export), ("unset", site.unset), ("set", site.set)):
+        for variable in variables:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+                raise UsageError(f"{variable!r} is no name for a variable", where=f"{path}: {key}")
+    return site
 
 
 def choose(flag: str | None, environ: Mapping[str, str] | None = None) -> Site:
@@ -149,7 +154,7 @@ def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False)
     def fill(text: str) -> str:
         def value(match: re.Match[str]) -> str:
             name = match[1] or match[2]
-            if name in environ:
+            if environ.get(name):  # an empty one would make a path from the root
                 return environ[name]
             if from_afar and name in site.example:
                 assumed.append(name)

@@ -30,8 +30,12 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     """One line a row, a column for each field of :class:`~isambard_serve.records.Row`; lists joined by spaces."""
     import pandas as pd
 
-    columns = [field.name for field in msgspec.structs.fields(Row) if field.name != "schema"]
-    table = pd.DataFrame([msgspec.to_builtins(row) for row in rows], columns=columns)
+    fields = [field for field in msgspec.structs.fields(Row) if field.name != "schema"]
+    table = pd.DataFrame([msgspec.to_builtins(row) for row in rows], columns=[field.name for field in fields])
+    for field in fields:
+        if field.type == float | None:
+            # To pandas a column of nothing but None would not be one of numbers.
+            table[field.name] = table[field.name].astype("float64")
     for column in ("reasons", "unknown"):
         table[column] = table[column].map(" ".join)
     return table

@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 import yaml
@@ -21,43 +21,49 @@ T = TypeVar("T")
 
 _TRAPS = (
     (re.compile(r"^(yes|no|on|off)$", re.IGNORECASE), "write true or false, or quote it if you mean the word"),
-    (re.compile(r"^[-+]?\d+(:[0-5]?\d)+(\.\d*)?$"), "quote it: YAML reads it as a number in base 60"),
-    (re.compile(r"^[-+]?0[0-7_]+$"), "quote it, or drop the leading zero: YAML reads it as octal"),
+    (re.compile(r"^[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?$"), "quote it: YAML reads it as a number in base 60"),
+    (re.compile(r"^[-+]?0[\d_]+$"), "quote it, or drop the leading zero: YAML reads it as octal"),
     (re.compile(r"^\d{4}-\d\d?-\d\d?([Tt ].*)?$"), "quote it: YAML reads it as a date"),
 )
 
-
-class _StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """PyYAML's safe loader that refuses duplicate keys and YAML 1.1's surprises."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice in one map; keep one", key.start_mark
-                )
-            seen.add(key.value)
-        result: dict[Any, Any] = super().construct_mapping(node, deep)
-        return result
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _refuse_traps(root: yaml.Node) -> None:
-    stack = [root]
-    while stack:
-        current = stack.pop()
-        if isinstance(current, yaml.ScalarNode):
-            if current.style is None:
-                for pattern, hint in _TRAPS:
-                    if pattern.match(current.value):
-                        message = f"{current.value!r} is ambiguous: {hint}"
-                        raise yaml.constructor.ConstructorError(None, None, message, current.start_mark)
-        elif isinstance(current, yaml.SequenceNode):
-            stack.extend(current.value)
-        elif isinstance(current, yaml.MappingNode):
-            stack.extend(part for pair in current.value for part in pair)
+def _refuse(message: str, node: yaml.Node) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+
+
+def _refuse_surprises(node: yaml.Node, above: tuple[yaml.Node, ...], checked: set[int]) -> None:
+    """Raises ConstructorError where ``node`` or anything below it would not become what its text seems to say."""
+    if node in above:
+        _refuse("an alias puts this into itself", node)
+    if id(node) in checked:
+        return
+    checked.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        # The C loader gives a plain scalar the style "", the Python one None.
+        for pattern, hint in () if node.style else _TRAPS:
+            if pattern.match(node.value):
+                _refuse(f"{node.value!r} is ambiguous: {hint}", node)
+        return
+    if isinstance(node, yaml.MappingNode):
+        _refuse_keys([key for key, _ in node.value])
+    for part in node.value:
+        for child in part if isinstance(part, tuple) else (part,):
+            _refuse_surprises(child, (*above, node), checked)
+
+
+def _refuse_keys(keys: list[yaml.Node]) -> None:
+    seen: set[str] = set()
+    for key in keys:
+        if not isinstance(key, yaml.ScalarNode):
+            _refuse("a key must be a word", key)
+        if key.tag == "tag:yaml.org,2002:merge":
+            # PyYAML 6.0.4 lets the wrong one of two equal keys win, by where Python put their text in memory.
+            _refuse("'<<' is not supported: write the keys out, or use extends", key)
+        if key.value in seen:
+            _refuse(f"the key {key.value!r} stands twice in one map; keep one", key)
+        seen.add(key.value)
 
 
 def parse(text: str, where: str) -> Any:
@@ -66,30 +72,37 @@ def parse(text: str, where: str) -> Any:
     Raises:
         UsageError: the text is not YAML, repeats a key, or holds a YAML 1.1 surprise.
     """
-    loader = _StrictLoader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _refuse_traps(node)
-        return loader.construct_document(node)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _refuse_surprises(node, (), set())
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         raise UsageError(error.problem or str(error), where=place) from error
     except yaml.YAMLError as error:
         raise UsageError(str(error), where=where) from error
-    finally:
-        loader.dispose()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The map in the file ``path``. Raises UsageError when it cannot be read or is not a map."""
+    """The map in the file ``path``, empty if there is nothing but comments.
+
+    Raises:
+        UsageError: it cannot be read, or is not a map.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path)) from error
     value = parse(text, str(path))
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise UsageError("must be a map of keys to values", where=str(path))
     return value
@@ -101,11 +114,13 @@ def dump(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, except that a word :func:`parse` would refuse is always quoted."""
+    """PyYAML's dumper, except that text :func:`parse` would refuse or change is always quoted."""
 
 
 def _quoted_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     style = "'" if any(pattern.match(text) for pattern, _ in _TRAPS) else None
+    if any(separator in text for separator in "\x85\u2028\u2029"):
+        style = '"'  # in every other style these line ends would be folded like any other
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -126,11 +141,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def extended(path: Path, locate: Callable[[str, Path], Path], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def extended(path: Path, locate: Callable[[str, Path], Path], reader: Callable[[Path], dict[str, Any]] = read,
+             seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The map in ``path`` laid over the one that its ``extends:`` names, and so on to the root.
 
     Args:
         locate: ``(name, folder of the file that names it) -> Path`` of the file to extend.
+        reader: gives the map in one file.
 
     Raises:
         UsageError: a file extends itself, directly or by way of others, or cannot be read.
@@ -139,13 +156,13 @@ def extended(path: Path, locate: Callable[[str, Path], Path], seen: tuple[Path, 
     if path in seen:
         chain = " → ".join(p.name for p in (*seen, path))
         raise UsageError(f"extends itself: {chain}", where=str(path), remedy="break the circle")
-    value = read(path)
+    value = reader(path)
     parent = value.pop("extends", None)
     if parent is None:
         return merge({}, value)
     if not isinstance(parent, str):
         raise UsageError("must be one name", where=f"{path}: extends")
-    return merge(extended(locate(parent, path.parent), locate, (*seen, path)), value)
+    return merge(extended(locate(parent, path.parent), locate, reader, (*seen, path)), value)
 
 
 def assigned(value: Mapping[str, Any], assignments: tuple[str, ...]) -> dict[str, Any]:
@@ -171,13 +188,54 @@ def convert(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        text, _, at = message.partition(" - at `")
-        place = f"{where}: {at.rstrip('`').removeprefix('$.')}" if at.strip("`$") else where
+        text = str(error).partition(" - at ")[0]
+        path = _key_path(value, kind, error)
         unknown = re.search(r"unknown field `([^`]+)`", text)
         remedy = nearest(unknown[1], _field_names(kind)) if unknown else None
-        raise UsageError(text.replace("Object contains", "has an").replace("field", "key"), where=place,
-                         remedy=remedy) from error
+        if re.fullmatch(r"Expected `str`, got `(int|float|bool)`", text):
+            remedy = "put it in quotes"
+        raise UsageError(text.replace("Object contains", "has an").replace("field", "key"),
+                         where=f"{where}: {path}" if path else where, remedy=remedy) from error
+
+
+def _key_path(value: Any, kind: Any, error: msgspec.ValidationError) -> str:
+    """Where in ``value`` the conversion failed, such as ``engine.env.NAME``; "" at its root.
+
+    msgspec writes ``[...]`` for some key of a map: it is the one that fails also when it stands there alone.
+    """
+    steps: list[Any] = []
+    path = re.search(r"`\$([^`]*)`$", str(error))
+    for name, index in re.findall(r"\.(\w[^.\[]*)|\[(\d+|\.\.\.)\]", path[1] if path else ""):
+        if index == "...":
+            keys = [key for key, item in _at(value, steps).items()
+                    if _complaint(_with(value, steps, {key: item}), kind) == str(error)]
+            steps += keys[:1]
+        else:
+            steps.append(int(index) if index else name)
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+
+
+def _complaint(value: Any, kind: Any) -> str | None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return None
+
+
+def _at(value: Any, steps: list[Any]) -> Any:
+    for step in steps:
+        value = value[step]
+    return value
+
+
+def _with(value: Any, steps: list[Any], part: Any) -> Any:
+    """A copy of ``value`` in which ``part`` stands at ``steps``."""
+    if not steps:
+        return part
+    copied = copy.copy(value)
+    copied[steps[0]] = _with(value[steps[0]], steps[1:], part)
+    return copied
 
 
 def _field_names(kind: Any) -> set[str]:

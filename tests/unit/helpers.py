@@ -1,0 +1,180 @@
+"""Stand-ins and small examples that the unit tests share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from isambard_serve import plan as plans
+from isambard_serve import recipe as recipes
+from isambard_serve import site as sites
+from isambard_serve import yamlfile
+from isambard_serve.plan import Plan
+from isambard_serve.process import Completed
+from isambard_serve.recipe import Recipe
+from isambard_serve.records import Event, Jobs, Row, Run, Sample, State, SubmittedJob
+from isambard_serve.run import RunDir, append_line, write_whole
+from isambard_serve.site import Site
+
+HERE = Path(__file__).parent
+SAMPLES = HERE / "samples"
+PRETEND = HERE / "sites" / "pretend.yaml"
+RUN_ID = "20261129-181258-small-3f2a"
+
+SMALL = """\
+description: a recipe as small as they come
+model: small-model
+engine: {version: 0.33.0}
+resources: {gpus: 1, time: 1h}
+bench: {isl: 8, osl: 4, concurrency: [1, 2]}
+"""
+
+Shown = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def small_recipe(over: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe :data:`SMALL`, with ``over`` laid over it."""
+    value = yamlfile.merge(yamlfile.parse(SMALL, "SMALL"), over or {})
+    return yamlfile.convert({"name": "small", **value}, Recipe, "SMALL")
+
+
+def pretend_site(**changes: Any) -> Site:
+    """The site that runs the engine without a container."""
+    return msgspec.structs.replace(sites.load(str(PRETEND)), **changes)
+
+
+def small_plan(runs_dir: Path, over: Mapping[str, Any] | None = None, site: Site | None = None,
+               **changes: Any) -> Plan:
+    """The plan of running :func:`small_recipe` at :func:`pretend_site`."""
+    made = plans.make(small_recipe(over), site or pretend_site(), run_id=RUN_ID, runs_dir=str(runs_dir),
+                      python="/opt/python")
+    return msgspec.structs.replace(made, **changes)
+
+
+def written_run(plan: Plan) -> RunDir:
+    """A run directory that holds ``plan``, as far as what runs on the node needs it."""
+    run = RunDir(Path(plan.run_dir))
+    run.create()
+    write_whole(run.plan, msgspec.json.encode(plan))
+    return run
+
+
+def submitted(serve: str | None = "101", sweep: str | None = "102", *, complete: bool = True) -> Jobs:
+    """What ``jobs.json`` says after a submission."""
+    return Jobs(jobs=(SubmittedJob(role="serve", job_id=serve, time=1.0),
+                      SubmittedJob(role="sweep", job_id=sweep, time=2.0)), complete=complete)
+
+
+def note(run: RunDir, event: Event) -> None:
+    """Append ``event`` to its writer's file."""
+    append_line(run.events / f"{event.writer}.jsonl", event)
+
+
+def some_sample(**changes: float) -> Sample:
+    """A sample of an engine that nobody has asked for anything yet."""
+    names = [field.name for field in msgspec.structs.fields(Sample)]
+    return Sample(**{**dict.fromkeys(names, 0.0), **changes})
+
+
+def some_row(**changes: Any) -> Row:
+    """A row of a point that went well."""
+    values: dict[str, Any] = {
+        "run_id": RUN_ID, "recipe": "small", "concurrency": 1, "repeat": 1, "output_tok_s": 100.0,
+        "output_tok_s_per_gpu": 100.0, "total_tok_s": 300.0, "ratio": None, "tok_s_per_user": 50.0,
+        "median_ttft_ms": 10.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 30.0, "kv_cache_usage_max": 0.5,
+        "preemptions": 0.0, "duration_s": 36.0, "time_scale": 1.0, "node_hours": 0.0025,
+        "output_tok_per_node_hour": 1e6, "valid": True, "reasons": (), "unknown": (),
+    }
+    return Row(**{**values, **changes})
+
+
+def some_run(state: State = "done", **changes: Any) -> Run:
+    """A run as ``status`` reports it."""
+    values: dict[str, Any] = {
+        "run_id": RUN_ID, "recipe": "small", "ladder": None, "site": "pretend", "simulated": False, "state": state,
+        "reason": None, "jobs": {"serve": "101", "sweep": "102"}, "node_hours": 0.5, "directory": "/shared/runs/x",
+        "points_done": 2, "points_planned": 2,
+    }
+    return Run(**{**values, **changes})
+
+
+def good_bench(prompts: int, osl: int = 4, **changes: Any) -> dict[str, Any]:
+    """The engine's own benchmark result of a point in which every request was answered in full."""
+    result: dict[str, Any] = json.loads((SAMPLES / "bench.json").read_text())
+    return {**result, "num_prompts": prompts, "completed": prompts, "failed": 0,
+            "total_output_tokens": prompts * osl, **changes}
+
+
+def keep_row(run: RunDir, row: Row) -> None:
+    """Keep ``row`` as the sweep does."""
+    folder = run.points / f"c{row.concurrency:04d}.r{row.repeat}"
+    folder.mkdir(exist_ok=True)
+    write_whole(folder / "row.json", msgspec.json.encode(row))
+
+
+class FakeSlurm:
+    """Answers Slurm's commands and refuses any other program.
+
+    Args:
+        answers: command → what it answers from now on: a result, an error to raise, or a function of its argv.
+    """
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, ...]] = []
+        self.environments: list[Mapping[str, str]] = []
+        self._next_id = 101
+
+    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -> Completed:
+        """Answer as Slurm would where nothing goes wrong, or as told."""
+        command = argv[0]
+        if command not in ("sbatch", "squeue", "scancel", "sacct", "scontrol"):
+            raise AssertionError(f"ran {argv}")
+        self.calls.append(tuple(argv))
+        self.environments.append(env)
+        answer = self.answers.get(command)
+        if callable(answer):
+            answer = answer(tuple(argv))
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, Completed):
+            return answer
+        if command != "sbatch":
+            return said(answer or "")
+        self._next_id += 1
+        return said(f"{self._next_id - 1}\n")
+
+    def commands(self) -> list[str]:
+        """The commands that were run, without their arguments."""
+        return [call[0] for call in self.calls]
+
+
+def said(stdout: str = "", *, stderr: str = "", returncode: int = 0) -> Completed:
+    """How a program ended."""
+    return Completed(returncode=returncode, stdout=stdout, stderr=stderr)
+
+
+class Stubs:
+    """A folder of programs that stand in for others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, script: str) -> Path:
+        """Add the bash script ``script`` under the name of the program that it stands for."""
+        path = self.folder / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+
+def loaded(name: str, *assignments: str) -> Recipe:
+    """The recipe ``name``, which must give no warnings."""
+    recipe, warnings = recipes.load(name, assignments)
+    assert warnings == []
+    return recipe

@@ -1,0 +1,158 @@
+"""Numbers: the benchmark's command is the article's, and a row is valid only if no rule refutes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isambard_serve import bench, validity
+from isambard_serve.plan import Point
+from isambard_serve.validity import Measured
+from tests.unit.helpers import RUN_ID, SAMPLES, good_bench, loaded, small_plan, small_recipe, some_sample
+
+POINT = Point(concurrency=2048, repeat=1, prompts=4096, seed=7)
+RUNS = Path("/shared/runs")
+
+
+def measured(result: dict[str, Any] | None, returncode: int | None = 0, *, prompts: int = 32,
+             osl: int = 64) -> Measured:
+    point = Point(concurrency=4, repeat=1, prompts=prompts, seed=1)
+    return Measured(bench=result, returncode=returncode, point=point, osl=osl)
+
+
+REAL = json.loads((SAMPLES / "bench.json").read_text())
+ALL_FAILED = json.loads((SAMPLES / "bench-all-failed.json").read_text())
+
+
+def test_a_point_is_measured_as_the_article_does() -> None:
+    plan = small_plan(RUNS, {"model": "deepseek-ai/DeepSeek-V4-Flash", "bench": {
+        "isl": 1024, "osl": 1024, "args": {"temperature": 0}}})
+    assert bench.argv(plan, POINT, port="4711", folder=Path("/shared/p")) == [
+        "/opt/engine/bin/vllm", "bench", "serve",
+        "--backend", "openai",
+        "--base-url", "http://127.0.0.1:4711",
+        "--endpoint", "/v1/completions",
+        "--model", "deepseek-ai/DeepSeek-V4-Flash",
+        "--dataset-name", "random",
+        "--request-rate", "inf",
+        "--random-input-len", "1024",
+        "--random-output-len", "1024",
+        "--ignore-eos",
+        "--percentile-metrics", "ttft,tpot,itl,e2el",
+        "--metric-percentiles", "50,90,95,99",
+        "--save-result",
+        "--temperature", "0",
+        "--num-prompts", "4096",
+        "--max-concurrency", "2048",
+        "--seed", "7",
+        "--result-dir", "/shared/p",
+        "--result-filename", "bench.json",
+        "--metadata", f"run_id={RUN_ID}", "point=c2048.r1",
+    ]
+
+
+def test_the_load_generator_runs_in_the_engines_container() -> None:
+    plan = small_plan(RUNS, container_argv=("apptainer", "exec", "x.sif"))
+    inside = bench.argv(plan, POINT, port="1", folder=RUNS)
+    assert inside[:6] == ["apptainer", "exec", "x.sif", "/opt/engine/bin/vllm", "bench", "serve"]
+
+
+def test_the_articles_rungs_send_twice_the_concurrency_in_prompts() -> None:
+    assert loaded("tp4").bench.prompts_per_concurrency == small_recipe().bench.prompts_per_concurrency == 2
+
+
+def test_a_real_result_in_which_all_went_well_breaks_no_rule() -> None:
+    assert validity.judge(measured(REAL)) == ([], [])
+
+
+def test_a_benchmark_whose_every_request_failed_is_invalid_although_it_exits_0() -> None:
+    refuted, unknown = validity.judge(measured(ALL_FAILED, prompts=4, osl=64))
+    assert refuted == ["completed", "none_failed", "tokens_out"]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(("code", "good", "bad"), [
+    ("bench_ended", measured(REAL), measured(REAL, 1)),
+    ("bench_ended", measured(REAL), measured(REAL, None)),
+    ("bench_ended", measured(REAL), measured(None)),
+    ("bench_ended", measured(REAL), measured(REAL, -9)),
+    ("completed", measured(REAL), measured({**REAL, "completed": 31})),
+    ("completed", measured(REAL), measured(REAL, prompts=33)),
+    ("none_failed", measured(REAL), measured({**REAL, "failed": 1})),
+    ("tokens_out", measured({**REAL, "total_output_tokens": 2038}), measured({**REAL, "total_output_tokens": 2037})),
+    ("tokens_out", measured({**REAL, "total_output_tokens": 2058}), measured({**REAL, "total_output_tokens": 2059})),
+])
+def test_each_rule_tells_the_good_from_the_bad(code: str, good: Measured, bad: Measured) -> None:
+    assert validity.RULES[code](good) is True
+    assert validity.RULES[code](bad) is False
+    assert code in validity.judge(bad)[0]
+    assert code not in validity.judge(good)[0]
+
+
+@pytest.mark.parametrize(("code", "key"), [
+    ("completed", "completed"), ("none_failed", "failed"), ("tokens_out", "total_output_tokens")])
+@pytest.mark.parametrize("value", [None, "32", True, [], "missing"])
+def test_what_cannot_be_read_is_unknown_and_never_true(code: str, key: str, value: object) -> None:
+    result = {name: item for name, item in REAL.items() if name != key}
+    if value != "missing":
+        result[key] = value
+    refuted, unknown = validity.judge(measured(result))
+    assert (refuted, unknown) == ([], [code])
+    assert validity.RULES[code](measured(result)) is None
+
+
+def test_without_a_result_the_row_is_refuted_and_the_rest_is_unknown() -> None:
+    assert validity.judge(measured(None, 0)) == (["bench_ended"], ["completed", "none_failed", "tokens_out"])
+
+
+def test_every_rule_says_what_it_means_beginning_with_its_code() -> None:
+    for code, rule in validity.RULES.items():
+        assert str(rule.__doc__).startswith(f"``{code}``: ")
+
+
+def test_a_row_holds_the_benchmarks_numbers_and_those_that_follow_from_them() -> None:
+    plan = small_plan(RUNS, {"resources": {"gpus": 2}, "bench": {"osl": 64}})
+    point = Point(concurrency=4, repeat=1, prompts=32, seed=1)
+    window = [some_sample(kv_cache_usage=usage, preemptions_total=preemptions)
+              for usage, preemptions in ((0.25, 3), (0.75, 4), (0.5, 9))]
+    row = bench.row(plan, point, bench=REAL, returncode=0, window=window)
+    assert (row.run_id, row.recipe, row.concurrency, row.repeat) == (RUN_ID, "small", 4, 1)
+    assert row.output_tok_s == pytest.approx(1504.57, abs=0.01)
+    assert row.output_tok_s_per_gpu == pytest.approx(1504.57 / 2, abs=0.01)
+    assert row.total_tok_s == pytest.approx(3022.37, abs=0.01)
+    assert row.tok_s_per_user == pytest.approx(1000 / 2.30597, rel=1e-4)
+    assert (row.median_ttft_ms, row.p99_tpot_ms) == (REAL["median_ttft_ms"], REAL["p99_tpot_ms"])
+    assert (row.kv_cache_usage_max, row.preemptions) == (0.75, 6)
+    assert row.duration_s == pytest.approx(1.3612, abs=1e-4)
+    assert row.node_hours == pytest.approx(1.3612 / 3600 * 2 / 4, rel=1e-4)
+    assert row.output_tok_per_node_hour == pytest.approx(2048 / (1.3612 / 3600 / 2), rel=1e-4)
+    assert (row.valid, row.reasons, row.unknown, row.ratio) == (True, (), (), None)
+
+
+def test_a_row_of_nothing_says_so_and_has_no_numbers() -> None:
+    row = bench.row(small_plan(RUNS), POINT, bench=None, returncode=None, window=[])
+    assert not row.valid
+    assert row.reasons == ("bench_ended",)
+    assert row.unknown == ("completed", "none_failed", "tokens_out")
+    assert {row.output_tok_s, row.output_tok_s_per_gpu, row.tok_s_per_user, row.kv_cache_usage_max, row.preemptions,
+            row.node_hours, row.output_tok_per_node_hour, row.duration_s} == {None}
+
+
+def test_a_row_of_failures_alone_divides_by_nothing() -> None:
+    row = bench.row(small_plan(RUNS), POINT, bench={**ALL_FAILED, "duration": 0.0}, returncode=0, window=[])
+    assert (row.valid, row.output_tok_s, row.tok_s_per_user, row.output_tok_per_node_hour) == (False, 0.0, None, None)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "NaN"])
+def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str) -> None:
+    assert bench.result(tmp_path) is None
+    (tmp_path / bench.RESULT).write_text(content)
+    assert bench.result(tmp_path) is None
+
+
+def test_a_result_is_the_benchmarks_own(tmp_path: Path) -> None:
+    (tmp_path / bench.RESULT).write_text(json.dumps(good_bench(2)))
+    assert bench.result(tmp_path) == good_bench(2)

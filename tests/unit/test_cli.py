@@ -1,0 +1,320 @@
+"""The command line: one JSON document on stdout, errors on stderr alone, and exit codes that can be relied on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from isambard_serve import __version__
+from isambard_serve import run as runs
+from isambard_serve.cli import main, options
+from isambard_serve.errors import HostError
+from isambard_serve.records import Row
+from isambard_serve.run import RunDir
+from isambard_serve.slurm import Slurm
+from tests.unit.helpers import HERE, PRETEND, SMALL, FakeSlurm, keep_row, said, some_row
+
+Write = Callable[[str, str], Path]
+COMMANDS = sorted(main.commands)
+
+
+class Cluster:
+    """What a person at a login node has: a site with a place for runs, a recipe, and a Slurm that is none."""
+
+    def __init__(self, runs_dir: Path, slurm: FakeSlurm) -> None:
+        self.runs_dir = runs_dir
+        self.slurm = slurm
+
+    def __call__(self, *words: str, code: int = 0) -> Result:
+        """Run the command ``words``, which must end with ``code``."""
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == code, (result.output, result.exception)
+        if code:
+            assert isinstance(result.exception, SystemExit)
+        return result
+
+    def json(self, *words: str, code: int = 0) -> dict[str, Any]:
+        """The one document that ``words --json`` prints."""
+        result = self(*words, "--json", code=code)
+        document: dict[str, Any] = json.loads(result.stdout)
+        return document
+
+    def submitted(self) -> RunDir:
+        """A run of the recipe ``small``."""
+        document = self.json("submit", "small")
+        return RunDir(self.runs_dir / document["runs"][0]["run_id"])
+
+
+@pytest.fixture
+def cluster(user_file: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    runs_dir = tmp_path / "runs"
+    user_file("sites/here.yaml", PRETEND.read_text().replace("/shared/runs", str(runs_dir)))
+    user_file("config.yaml", "site: here")
+    user_file("jobs/small.yaml", SMALL)
+    fake = FakeSlurm()
+    monkeypatch.setattr(options, "open_slurm", lambda site: Slurm({}, fake))
+    return Cluster(runs_dir, fake)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_its_options(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+    assert main.commands[command].help
+    for parameter in main.commands[command].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+
+
+def test_the_help_names_every_command_and_every_exit_code() -> None:
+    text = CliRunner().invoke(main, ["-h"]).output
+    assert all(command in text for command in COMMANDS)
+    assert "Exit codes: 0 good, 1" in text
+    assert CliRunner().invoke(main, ["--version"]).output.strip().endswith(__version__)
+
+
+def test_the_package_runs_as_a_module_and_is_quick_to_say_what_it_can() -> None:
+    code = ("import sys, isambard_serve.cli as cli\ncli.main(['recipes'], standalone_mode=False)\n"
+            "heavy = {'pandas', 'submitit', 'numpy', 'jinja2', 'psutil', 'prometheus_client'}\n"
+            "print(sorted(heavy & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    done = subprocess.run([sys.executable, "-m", "isambard_serve", "show", "none"], cwd=HERE.parents[1],
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no recipe is called 'none'")
+
+
+@pytest.mark.parametrize("words", [
+    [], ["nonsense"], ["submit"], ["collect"], ["cancel"], ["logs"], ["show"], ["plan"], ["status", "a", "b"],
+    ["render", "tp4", "--script", "x"], ["submit", "small", "--nonsense"],
+    ["show", "nonsense"], ["show", "tp4", "--set", "x"], ["show", "tp4", "--set", "modle=x"],
+    ["plan", "tp4", "--site", "nonsense"], ["plan", "small", "--time", "soon"], ["render", "small", "--run-id", "../x"],
+    ["status", "../nonsense"], ["status", "nonsense"], ["status", "77"], ["collect", "77"], ["cancel", "77"],
+    ["logs", "77"], ["submit", "nonsense"], ["plan", "tiny", "--site", "isambard-ai"],
+])
+def test_wrong_usage_ends_with_2_and_says_so_on_stderr_alone(cluster: Cluster, words: list[str]) -> None:
+    result = cluster(*words, code=2)
+    assert result.stdout == ""
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+    assert cluster.slurm.calls == []
+
+
+def test_without_a_site_the_remedy_is_told(user_file: Write) -> None:
+    result = CliRunner().invoke(main, ["status"])
+    assert result.exit_code == 2
+    assert "error: --site: this machine is none of the known sites\n  → name one: --site isambard-ai" in result.stderr
+
+
+def test_a_refusal_by_slurm_ends_with_3(cluster: Cluster) -> None:
+    cluster.slurm.answers["sbatch"] = said(stderr="sbatch: error: Invalid account", returncode=1)
+    result = cluster("submit", "small", "--json", code=3)
+    assert result.stdout == ""
+    assert "Slurm refused the job" in result.stderr
+    assert "check account" in result.stderr
+
+
+def test_a_run_that_cannot_be_cancelled_ends_with_3(cluster: Cluster) -> None:
+    run = cluster.submitted()
+    cluster.slurm.answers["scancel"] = HostError("scancel gave no answer within 60 s")
+    assert cluster("cancel", run.run_id, code=3).stdout == ""
+
+
+def test_a_folder_that_cannot_be_written_ends_with_1_and_is_named(cluster: Cluster, isolated: Path) -> None:
+    run = cluster.submitted()
+    (isolated / "results").write_text("a file")
+    result = cluster("collect", run.run_id, code=1)
+    assert "error: " in result.stderr
+    assert "results" in result.stderr
+
+
+def test_recipes_are_listed_with_what_they_are(cluster: Cluster) -> None:
+    document = cluster.json("recipes")
+    assert document["schema"] == "isambard-serve/recipes/1"
+    assert [entry["recipe"] for entry in document["recipes"]] == ["dp4", "dp4-humming", "small", "tiny", "tp4"]
+    lines = cluster("recipes").stdout.splitlines()
+    assert len(lines) == 5
+    assert lines[2].split(maxsplit=1) == ["small", "a recipe as small as they come"]
+
+
+def test_a_recipe_is_shown_in_full_with_the_changes_worked_in(cluster: Cluster, write: Write) -> None:
+    text = cluster("show", "dp4", "--set", "engine.args.max-num-seqs=512").stdout
+    assert "max-num-seqs: 512" in text
+    assert "extends" not in text
+    again = cluster("show", str(write("shown.yaml", text))).stdout
+    assert again == text
+    document = cluster.json("show", "dp4")
+    assert (document["schema"], document["engine"]["args"]["data-parallel-size"]) == ("isambard-serve/recipe/1", 4)
+
+
+def test_a_warning_goes_to_stderr(cluster: Cluster) -> None:
+    result = cluster("show", "small", "--set", "engine.version='9.9'", "--json")
+    assert json.loads(result.stdout)["engine"]["version"] == "9.9"
+    assert result.stderr.startswith("warning: no list of flags for engine 9.9")
+
+
+def test_a_plan_is_priced_for_several_recipes_and_predicts_nothing_that_is_not_modelled(cluster: Cluster) -> None:
+    document = cluster.json("plan", "tp4", "dp4", "--time", "2h")
+    assert document["schema"] == "isambard-serve/plan/1"
+    assert [entry["recipe"] for entry in document["plans"]] == ["tp4", "dp4"]
+    for entry in document["plans"]:
+        assert (entry["predicted_output_tok_s"], entry["predicted_knee"]) == (None, None)
+        assert entry["node_hours"] == {"inside": 2.0, "dependent": 2.0}
+    text = cluster("plan", "tp4").stdout
+    assert "at most 04:00:00 and 4 node-hours" in text
+    assert "--moe-backend marlin" in text
+    assert not cluster.runs_dir.exists()
+
+
+def test_a_plan_from_afar_names_the_values_that_are_only_examples(cluster: Cluster) -> None:
+    result = cluster("plan", "tp4", "--site", "isambard-ai", "--json")
+    assert json.loads(result.stdout)["plans"][0]["site"] == "isambard-ai"
+    assert result.stderr == ("note: PROJECTDIR, SCRATCHDIR not set here; isambard-ai's example values are shown in "
+                             "their place\n")
+    assert "$SCRATCHDIR is not set" in cluster("submit", "tp4", "--site", "isambard-ai", code=2).stderr
+
+
+@pytest.mark.parametrize("script", ["serve.sbatch", "sweep.sbatch", "send.sh"])
+def test_a_script_rendered_for_a_runs_id_is_what_was_sent_byte_for_byte(cluster: Cluster, script: str) -> None:
+    run = cluster.submitted()
+    result = cluster("render", "small", "--run-id", run.run_id, "--script", script)
+    assert result.stdout_bytes == (run.path / script).read_bytes()
+
+
+def test_a_run_is_written_to_be_sent_by_hand(cluster: Cluster, isolated: Path) -> None:
+    path = Path(cluster("render", "small", "-o", "out").stdout.strip())
+    assert path.parent == isolated / "out"
+    assert os.access(path / "send.sh", os.X_OK)
+    assert cluster.slurm.calls == []
+
+
+def test_a_submission_names_the_run_and_its_jobs(cluster: Cluster) -> None:
+    document = cluster.json("submit", "small")
+    assert list(document) == ["schema", "runs"]
+    assert document["schema"] == "isambard-serve/submit/1"
+    (run,) = document["runs"]
+    assert run["jobs"] == {"serve": "101", "sweep": "102"}
+    assert (run["recipe"], run["site"], run["state"], run["simulated"]) == ("small", "here", "submitted", False)
+    text = cluster("submit", "small").stdout
+    assert "serve job 103, sweep job 104, at most 0.25 node-hours" in text
+
+
+def test_a_dry_run_prints_the_script_and_sends_and_writes_nothing(cluster: Cluster) -> None:
+    text = cluster("submit", "small", "--dry-run").stdout
+    assert text.startswith("#!/bin/bash\n")
+    document = cluster.json("submit", "small", "--dry-run")
+    assert document["plans"][0]["recipe"] == "small"
+    assert cluster.slurm.calls == []
+    assert not cluster.runs_dir.exists()
+
+
+@pytest.fixture
+def goes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Row], None]:
+    """What happens to a run while somebody waits for it."""
+
+    def _goes(end: str, row: Row) -> None:
+        def meanwhile(_: float) -> None:
+            (run,) = runs.Runs(cluster.runs_dir, "here").newest(1)
+            keep_row(run, row)
+            run.record("serve", end, reason="that was it")
+
+        monkeypatch.setattr("time.sleep", meanwhile)
+
+    return _goes
+
+
+def test_waiting_for_a_run_that_goes_well_ends_with_0(cluster: Cluster, goes: Callable[[str, Row], None]) -> None:
+    goes("done", some_row())
+    result = cluster("submit", "small", "--wait", "--json")
+    assert json.loads(result.stdout)["runs"][0]["state"] == "done"
+    assert result.stderr.splitlines()[-1].startswith("done, 1 of 2 points")
+
+
+@pytest.mark.parametrize(("end", "row"), [("failed", some_row()), ("done", some_row(valid=False))])
+def test_waiting_for_a_run_that_fails_or_is_not_valid_ends_with_1(
+        cluster: Cluster, goes: Callable[[str, Row], None], end: str, row: Row) -> None:
+    goes(end, row)
+    result = cluster("submit", "small", "--wait", "--json", code=1)
+    assert json.loads(result.stdout)["runs"][0]["state"] == end
+    assert "isambard-serve collect" in result.stderr
+
+
+def test_status_tells_one_run_by_any_of_its_ids_or_lists_the_newest(cluster: Cluster) -> None:
+    assert "no runs in" in cluster("status").stderr
+    run = cluster.submitted()
+    keep_row(run, some_row(run_id=run.run_id))
+    for name in (run.run_id, "101", "102", str(run.path)):
+        document = cluster.json("status", name)
+        assert document["schema"] == "isambard-serve/status/1"
+        assert [entry["run_id"] for entry in document["runs"]] == [run.run_id]
+        assert len(document["rows"]) == 1
+    assert [entry["run_id"] for entry in cluster.json("status")["runs"]] == [run.run_id]
+    assert f"{run.run_id}: submitted, 1 of 2 points" in cluster("status", "101").stdout
+
+
+def test_a_cancelled_run_says_so_and_is_not_cancelled_twice(cluster: Cluster) -> None:
+    run = cluster.submitted()
+    document = cluster.json("cancel", "101")
+    assert (document["schema"], document["runs"][0]["state"]) == ("isambard-serve/cancel/1", "cancelled")
+    assert cluster.slurm.calls[-2:] == [("scancel", "102"), ("scancel", "101")]
+    again = cluster("cancel", run.run_id)
+    assert again.stdout == f"{run.run_id}: cancelled\n"
+    assert "has ended already: cancelled" in again.stderr
+    assert cluster.slurm.commands().count("scancel") == 2
+
+
+def test_logs_are_printed_as_they_are(cluster: Cluster) -> None:
+    run = cluster.submitted()
+    assert "nothing yet: " in cluster("logs", run.run_id).stderr
+    run.engine_log.write_bytes(b"engine \xff\n")
+    run.serve_log.write_bytes(b"serve\n")
+    run.log("sweep").write_bytes(b"sweep\n")
+    assert cluster("logs", run.run_id).stdout_bytes == b"engine \xff\n"
+    assert cluster("logs", run.run_id, "--of", "serve").stdout == "serve\n"
+    assert cluster("logs", run.run_id, "--of", "sweep").stdout == "sweep\n"
+    run.record("serve", "done")
+    assert cluster("logs", "-f", run.run_id).stdout_bytes == b"engine \xff\n"
+
+
+def test_collecting_brings_the_evidence_here_and_tables_it(cluster: Cluster, isolated: Path) -> None:
+    run = cluster.submitted()
+    keep_row(run, some_row(run_id=run.run_id, output_tok_s=5856.0))
+    keep_row(run, some_row(run_id=run.run_id, concurrency=2, valid=False, reasons=("none_failed",)))
+    result = cluster("collect", "101")
+    here = isolated / "results" / run.run_id
+    assert "5,856.00" in result.stdout
+    assert "NO: none_failed" in result.stdout
+    assert "files" in result.stderr
+    assert (here / "points" / "c0001.r1" / "row.json").exists()
+    assert (here / "results.csv").read_text().splitlines()[0].startswith("run_id,recipe,concurrency,repeat,")
+    document = json.loads((here / "results.json").read_text())
+    assert document == cluster.json("collect", run.run_id)
+    assert list(document) == ["schema", "simulated", "runs", "rows"]
+    assert (document["schema"], document["simulated"]) == ("isambard-serve/collect/1", False)
+    assert [row["output_tok_s"] for row in document["rows"]] == [5856.0, 100.0]
+
+
+def test_several_runs_are_collected_into_one_document_and_a_folder_each(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.submitted(), cluster.submitted()
+    for run in (first, second):
+        keep_row(run, some_row(run_id=run.run_id))
+    document = cluster.json("collect", first.run_id, second.run_id, "-o", str(tmp_path / "out"))
+    assert [run["run_id"] for run in document["runs"]] == [first.run_id, second.run_id]
+    assert [row["run_id"] for row in document["rows"]] == [first.run_id, second.run_id]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {first.run_id, second.run_id}
+
+
+def test_nothing_is_collected_if_one_of_the_names_is_wrong(cluster: Cluster, isolated: Path) -> None:
+    run = cluster.submitted()
+    cluster("collect", run.run_id, "77", code=2)
+    assert not (isolated / "results").exists()

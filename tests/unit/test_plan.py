@@ -1,0 +1,160 @@
+"""Plans: everything about a run that is known before it, worked out from recipe and site alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isambard_serve import plan as plans
+from isambard_serve import site as sites
+from isambard_serve.errors import UsageError
+from isambard_serve.plan import Plan, Slot
+from isambard_serve.site import Directives, Site
+from tests.unit.helpers import RUN_ID, loaded, pretend_site, small_plan
+
+RUNS = Path("/shared/runs")
+
+
+def isambard() -> Site:
+    """Isambard-AI as it looks from afar."""
+    return sites.resolved(sites.load("isambard-ai"), {}, from_afar=True)[0]
+
+
+def made(name: str, site: Site) -> Plan:
+    return plans.make(loaded(name), site, run_id=RUN_ID, runs_dir=str(RUNS), python="/opt/python")
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    assert msgspec.json.encode(small_plan(RUNS)) == msgspec.json.encode(small_plan(RUNS))
+
+
+def test_a_plan_is_read_back_from_its_json_unchanged() -> None:
+    plan = made("dp4-humming", isambard())
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+def test_a_point_sends_twice_its_concurrency_in_prompts_with_a_seed_of_its_own() -> None:
+    points = small_plan(RUNS, {"bench": {"concurrency": [512, 2048], "repeats": 2}}).points
+    assert [point.name for point in points] == ["c0512.r1", "c0512.r2", "c2048.r1", "c2048.r2"]
+    assert [point.prompts for point in points] == [1024, 1024, 4096, 4096]
+    assert len({point.seed for point in points}) == 4
+
+
+def test_a_whole_node_is_held_alone_with_all_its_cores() -> None:
+    directives = made("tp4", isambard()).serve_directives
+    assert directives["exclusive"] is True
+    assert (directives["nodes"], directives["gpus"], directives["cpus-per-task"]) == ("1", "4", "288")
+
+
+def test_a_part_of_a_node_asks_for_its_gpus_alone() -> None:
+    directives = small_plan(RUNS).serve_directives
+    assert (directives["nodes"], directives["gpus"]) == ("1", "1")
+    assert not directives.keys() & {"exclusive", "cpus-per-task", "mem"}
+
+
+def test_every_job_asks_for_gpus_and_is_never_requeued() -> None:
+    plan = made("tp4", isambard())
+    for directives in (plan.serve_directives, plan.sweep_directives):
+        assert int(str(directives["gpus"])) >= 1
+        assert directives["no-requeue"] is True
+        assert directives["export"] == "HOME,USER,LOGNAME,PATH,LANG,SCRATCHDIR,PROJECTDIR"
+
+
+def test_directives_that_the_site_gives_are_passed_to_both_jobs() -> None:
+    plan = small_plan(RUNS)
+    for directives in (plan.serve_directives, plan.sweep_directives):
+        assert directives["account"] == "pretend"
+        assert directives["mail-user"] == "someone@example.org"
+        assert directives["partition"] == "batch"
+
+
+def test_a_directive_that_nobody_gave_is_left_out() -> None:
+    assert "partition" not in small_plan(RUNS, site=pretend_site(partition=None)).serve_directives
+    assert "account" not in made("tp4", isambard()).sweep_directives
+
+
+@pytest.mark.parametrize(("time", "clock", "minutes"), [
+    ("4h", "04:00:00", 240), ("90s", "00:02:00", 2), ("1s", "00:01:00", 1), ("2-00:00:00", "48:00:00", 2880),
+])
+def test_a_time_limit_is_written_in_whole_minutes_rounded_up(time: str, clock: str, minutes: int) -> None:
+    plan = small_plan(RUNS, {"resources": {"time": time}})
+    assert plan.serve_directives["time"] == clock
+    assert plan.sweep_minutes == minutes
+
+
+def test_the_cost_is_the_share_of_the_node_that_each_job_holds() -> None:
+    assert made("tp4", isambard()).node_hours == plans.NodeHours(inside=4.0, dependent=5.0)
+    assert small_plan(RUNS).node_hours == plans.NodeHours(inside=0.25, dependent=0.25)
+
+
+def test_the_sweep_is_due_when_the_engine_usually_is_ready() -> None:
+    assert made("tp4", isambard()).sweep_after_min == 10
+    assert small_plan(RUNS).sweep_after_min == 0
+
+
+def test_more_gpus_than_a_node_has_are_refused() -> None:
+    with pytest.raises(UsageError, match="needs 8 GPUs, a node of pretend has 4"):
+        small_plan(RUNS, {"resources": {"gpus": 8}})
+
+
+def test_a_recipe_without_an_image_cannot_run_where_the_engine_needs_a_container() -> None:
+    with pytest.raises(UsageError, match="recipe tiny: image: names no image"):
+        made("tiny", isambard())
+
+
+@pytest.mark.parametrize(("image", "sif"), [
+    ("vllm/vllm-openai:v0.33.0", "/images/vllm-openai_v0.33.0.sif"),
+    ("registry.example:5000/a/b:tag", "/images/b_tag.sif"),
+    ("a/b@sha256:0123", "/images/b_sha256_0123.sif"),
+    ("/mine/my engine.sif", "/mine/my engine.sif"),
+])
+def test_an_image_is_the_file_that_apptainer_makes_of_it_and_it_is_needed(image: str, sif: str) -> None:
+    site = isambard()
+    site = msgspec.structs.replace(site, container=msgspec.structs.replace(site.container, images_dir="/images"))
+    plan = small_plan(RUNS, {"image": image}, site)
+    assert plan.container_argv[-1] == sif
+    assert list(plan.needs) == [sif]
+    assert ("docker://" in plan.needs[sif]) is not image.endswith(".sif")
+
+
+def test_the_container_sees_the_sites_folders_and_the_runs() -> None:
+    argv = made("tp4", isambard()).container_argv
+    assert argv[:3] == ("apptainer", "exec", "--nv")
+    assert [argv[at + 1] for at, word in enumerate(argv) if word == "--bind"] == [
+        "/scratch/PROJECT/USER.PROJECT", "/projects/PROJECT", str(RUNS)]
+
+
+def test_the_engine_listens_on_loopback_at_a_port_that_the_node_finds() -> None:
+    plan = small_plan(RUNS, {"engine": {"args": {"max-num-seqs": 4}, "extra_args": ["--more", "x y"]}})
+    assert plans.filled(plan.engine_argv, port="4711") == [
+        "/opt/engine/bin/vllm", "serve", "small-model", "--host", "127.0.0.1", "--port", "4711",
+        "--max-num-seqs", "4", "--more", "x y"]
+
+
+def test_the_recipes_variables_win_over_the_sites() -> None:
+    site = pretend_site(set={"A": "site", "B": "site", "NO_COLOR": "0"})
+    plan = small_plan(RUNS, {"engine": {"env": {"B": "recipe"}}}, site)
+    assert plan.environment == {"NO_COLOR": "0", "PYTHONUNBUFFERED": "1", "A": "site", "B": "recipe"}
+
+
+def test_the_load_generators_step_overlaps_the_serve_job_and_takes_no_gpu_and_no_binding() -> None:
+    assert plans.filled(small_plan(RUNS).step_argv, serve_job="101") == [
+        "srun", "--jobid=101", "--overlap", "--nodes=1", "--ntasks=1", "--gpus=0", "--mem=0", "--cpus-per-task=2",
+        "--cpu-bind=none", "--export=ALL"]
+
+
+def test_a_slot_fills_the_rest_of_its_word() -> None:
+    assert plans.filled(["a", Slot(slot="port", before="http://x:")], port="1") == ["a", "http://x:1"]
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "a\x00b", "tab\there", "a\rb", "\x1b[0m", "next\x85line", "\u2028"])
+def test_a_directive_that_would_break_its_line_is_refused(value: str) -> None:
+    with pytest.raises(UsageError, match=r"site pretend: account: .* cannot be printed"):
+        small_plan(RUNS, site=pretend_site(directives=Directives(account=value)))
+
+
+def test_a_runs_folder_that_would_break_a_directives_line_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be printed"):
+        small_plan(Path("/shared/two\nlines"))

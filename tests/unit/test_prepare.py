@@ -1,0 +1,102 @@
+"""On the node, before the engine: the slots, the key, and what this node is."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isambard_serve import prepare
+from isambard_serve.errors import HostError
+from isambard_serve.prepare import NodeFacts
+from isambard_serve.run import RunDir, Runs
+from tests.unit.helpers import Stubs, said, small_plan, written_run
+
+GPUS = """\
+0, NVIDIA GH200 120GB, GPU-aa, 00000009:01:00.0, 565.57.01, 97871 MiB, 660.00 W, 1980 MHz, Default
+1, NVIDIA GH200 120GB, GPU-bb, 00000019:01:00.0, 565.57.01, 97871 MiB, [N/A], 1980 MHz, Exclusive_Process
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return written_run(small_plan(tmp_path / "runs"))
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", prepare.free_port()))
+
+
+def test_the_slots_are_filled_and_the_key_is_the_owners_alone(run: RunDir) -> None:
+    prepare.prepare(run)
+    name, _, port = run.slots.read_text().strip().partition("=")
+    assert (name, 0 < int(port) < 65536) == ("port", True)
+    assert len(run.key.read_text()) >= 32
+    assert stat.S_IMODE(run.key.stat().st_mode) == 0o600
+    facts = msgspec.json.decode(run.node.read_bytes(), type=NodeFacts)
+    assert facts.slots == {"port": port}
+    assert facts.open_files > 0
+    assert facts.cpus_allowed
+    assert run.key.read_text() not in run.node.read_text() + run.slots.read_text()
+
+
+def test_two_runs_never_share_a_key(tmp_path: Path) -> None:
+    first, second = (written_run(small_plan(tmp_path / name)) for name in ("a", "b"))
+    prepare.prepare(first)
+    prepare.prepare(second)
+    assert first.key.read_text() != second.key.read_text()
+
+
+def test_a_job_says_that_it_has_started_and_is_found_by_its_id(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "301")
+    monkeypatch.setenv("SLURMD_NODENAME", "nid001")
+    prepare.prepare(run)
+    (event,) = run.read_events()
+    assert (event.writer, event.event, event.job_id) == ("serve", "started", "301")
+    assert Runs(run.path.parent, "pretend").find("301").path == run.path
+    facts = msgspec.json.decode(run.node.read_bytes(), type=NodeFacts)
+    assert (facts.node, facts.job_id) == ("nid001", "301")
+
+
+def test_without_slurm_there_is_no_job_to_find(run: RunDir) -> None:
+    prepare.prepare(run)
+    assert run.read_events()[0].job_id is None
+    assert not (run.path.parent / ".jobs").exists()
+
+
+def test_each_gpu_is_described_in_nvidia_smis_own_words(stubs: Stubs) -> None:
+    stubs.add("nvidia-smi", f"cat <<'EOF'\n{GPUS}EOF")
+    gpus = prepare.visible_gpus({"PATH": str(stubs.folder) + ":/usr/bin:/bin"})
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-aa", "GPU-bb"]
+    assert gpus[1] == {"index": "1", "name": "NVIDIA GH200 120GB", "uuid": "GPU-bb", "pci.bus_id": "00000019:01:00.0",
+                       "driver_version": "565.57.01", "memory.total": "97871 MiB", "power.limit": "[N/A]",
+                       "clocks.max.sm": "1980 MHz", "compute_mode": "Exclusive_Process"}
+
+
+def test_a_node_without_nvidia_smi_or_with_a_broken_one_has_no_gpus_to_tell_of(stubs: Stubs) -> None:
+    path = {"PATH": str(stubs.folder)}
+    assert prepare.visible_gpus(path) == []
+    stubs.add("nvidia-smi", "")
+
+    def hangs(*_: object, **__: object) -> object:
+        raise HostError("nvidia-smi gave no answer")
+
+    assert prepare.visible_gpus(path, lambda *_, **__: said("garbage", returncode=9)) == []
+    assert prepare.visible_gpus(path, hangs) == []  # type: ignore[arg-type]
+
+
+def test_a_node_that_cannot_be_prepared_says_so_before_its_job_ends(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
+    prepare.main()
+    run.slots.unlink()
+    run.slots.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        prepare.main()
+    last = run.read_events()[-1]
+    assert last.event == "failed"
+    assert "could not be prepared" in str(last.reason)

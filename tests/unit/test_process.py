@@ -1,0 +1,75 @@
+"""Programs: what they print is kept apart, and what was started can be ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from isambard_serve import process
+from isambard_serve.errors import HostError
+from tests.support.waiting import wait_until
+from tests.unit.helpers import said
+
+ENV = {"PATH": os.environ["PATH"]}
+
+
+def test_a_programs_output_its_errors_and_its_exit_code_are_kept_apart() -> None:
+    done = process.run(["sh", "-c", "echo out; echo err >&2; printf '\\377'; exit 3"], env=ENV)
+    assert done == said("out\n\ufffd", stderr="err\n", returncode=3)
+
+
+def test_a_program_sees_only_the_variables_given_and_reads_nothing() -> None:
+    assert process.run([sys.executable, "-c", "import os, sys; print(len(os.environ) < 4, sys.stdin.read())"],
+                       env=ENV).stdout == "True \n"
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(HostError, match="there is no program 'no-such-program' here"):
+        process.run(["no-such-program"], env=ENV)
+
+
+def test_a_program_that_does_not_answer_is_given_up() -> None:
+    with pytest.raises(HostError, match="sleep gave no answer within 0 s"):
+        process.run(["sleep", "60"], env=ENV, timeout_s=0.05)
+
+
+def test_a_started_programs_output_is_appended_to_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    child = process.start(["sh", "-c", "echo out; echo err >&2"], env=ENV, log=log)
+    assert process.ended(child, 10) == 0
+    assert log.read_text() == "before\nout\nerr\n"
+
+
+def test_whether_a_program_has_ended_is_answered_in_time(tmp_path: Path) -> None:
+    child = process.start(["sleep", "60"], env=ENV, log=tmp_path / "log")
+    assert process.ended(child, 0.01) is None
+    assert process.stop(child, 10) == -signal.SIGTERM
+
+
+def test_stopping_a_program_ends_what_it_started_even_if_that_ignores_the_request(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = "(trap '' TERM; echo $BASHPID; exec sleep 60) & wait"
+    child = process.start(["bash", "-c", script], env=ENV, log=log)
+    inner = int(wait_until(lambda: log.read_text().strip(), 10, "the inner process"))
+    assert process.stop(child, 10) == -signal.SIGTERM
+    wait_until(lambda: not psutil.pid_exists(inner) or psutil.Process(inner).status() == psutil.STATUS_ZOMBIE, 10,
+               "the inner process to end", interval_s=0.01)
+
+
+def test_a_program_that_ignores_the_request_is_killed_after_the_grace(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = process.start(["bash", "-c", "trap '' TERM; echo ready; while :; do sleep 60; done"], env=ENV, log=log)
+    wait_until(log.read_text, 10, "the trap", interval_s=0.01)
+    assert process.stop(child, 0.05) == -signal.SIGKILL
+
+
+def test_stopping_what_has_ended_already_tells_its_exit_code(tmp_path: Path) -> None:
+    child = process.start(["sh", "-c", "exit 5"], env=ENV, log=tmp_path / "log")
+    child.wait()
+    assert process.stop(child, 10) == 5

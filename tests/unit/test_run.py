@@ -1,0 +1,191 @@
+"""The run directory: files appear whole, names cannot leave it, and any job id leads to its run."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isambard_serve import run as runs
+from isambard_serve.errors import UsageError
+from isambard_serve.records import Event, Jobs
+from isambard_serve.run import RunDir, Runs
+from tests.unit.helpers import RUN_ID, keep_row, note, small_plan, some_row, submitted, written_run
+
+
+def test_a_run_id_tells_the_time_in_utc_and_the_recipe_and_is_never_the_same() -> None:
+    first, second = (runs.new_id("dp4-humming", now=1795975978) for _ in range(2))
+    assert first.startswith("20261129-181258-dp4-humming-")
+    assert first != second
+    assert runs.checked_id(first) == first
+
+
+@pytest.mark.parametrize("name", [
+    "", ".", "..", "../x", "/etc", f"../{RUN_ID}", f"{RUN_ID}/..", f"{RUN_ID}\n", "20261129-181258-a/b-3f2a",
+    "20261129-181258-../x-3f2a", "20261129-181258--3f2a", "20261129-181258-x-3F2A", "20261129-181258-x", "-rf",
+    "20261129-181258-a b-3f2a", "20261129-181258-a\x00-3f2a", "２0261129-181258-x-3f2a",
+])
+def test_what_has_not_the_form_of_a_run_id_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is no run id\n.*20261129-181258-RECIPE-3f2a"):
+        runs.checked_id(name)
+    with pytest.raises(UsageError):
+        Runs(tmp_path, "s").directory(name)
+
+
+def test_points_sort_by_name_as_by_concurrency() -> None:
+    assert [runs.point_name(4, 1), runs.point_name(512, 2), runs.point_name(2752, 10)] == [
+        "c0004.r1", "c0512.r2", "c2752.r10"]
+
+
+def test_a_file_is_replaced_whole_and_is_the_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("old")
+    runs.write_whole(path, "new é")
+    assert path.read_text(encoding="utf-8") == "new é"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    runs.write_whole(path, b"\x00", mode=0o700)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_temporary_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "f").write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        runs.write_whole(folder / "f", "new")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"f": "old"}
+
+
+def test_lines_are_appended_and_a_torn_last_one_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    events = [Event(time=float(n), writer="serve", event="note", reason="two\nlines\r\u2028") for n in range(3)]
+    for event in events:
+        runs.append_line(path, event)
+    assert runs.read_lines(path, Event) == events
+    whole = path.read_bytes()
+    for cut in (1, 5, len(whole) // 3 - 1):
+        path.write_bytes(whole[:-cut])
+        assert runs.read_lines(path, Event) == events[:-1]
+    path.write_bytes(whole[:10])
+    assert runs.read_lines(path, Event) == []
+
+
+def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
+    assert runs.read_lines(tmp_path / "none", Event) == []
+
+
+def test_a_run_directory_is_made_once_and_for_the_owner_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / RUN_ID)
+    run.create()
+    for folder in (run.path, run.submitit, run.events, run.engine, run.points):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(UsageError, match="this run exists already"):
+        run.create()
+    assert run.run_id == RUN_ID
+
+
+def test_events_of_all_writers_are_told_by_time(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    note(run, Event(time=3, writer="serve", event="ready"))
+    note(run, Event(time=1, writer="submit", event="submitted"))
+    note(run, Event(time=2, writer="sweep", event="waiting"))
+    assert [event.event for event in run.read_events()] == ["submitted", "waiting", "ready"]
+    assert [event.event for event in run.read_events(["serve"])] == ["ready"]
+
+
+def test_an_event_is_stamped_with_the_time(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    before = time.time()
+    run.record("serve", "started", job_id="5", reason="why", point="c0001.r1")
+    (event,) = run.read_events()
+    assert before <= event.time <= time.time()
+    assert event == Event(time=event.time, writer="serve", event="started", job_id="5", reason="why", point="c0001.r1")
+
+
+def test_job_ids_are_those_of_the_submission_in_the_order_of_submission(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    assert (run.read_jobs(), run.job_ids()) == (Jobs(), {})
+    runs.write_whole(run.jobs, msgspec.json.encode(submitted()))
+    assert list(run.job_ids().items()) == [("serve", "101"), ("sweep", "102")]
+
+
+def test_a_run_that_was_sent_by_hand_has_the_job_ids_that_its_jobs_wrote(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    run.record("sweep", "waiting", job_id="302")
+    assert run.job_ids() == {"sweep": "302"}
+    run.record("serve", "started", job_id="301")
+    run.record("serve", "note")
+    assert run.job_ids() == {"serve": "301", "sweep": "302"}
+
+
+def test_a_submission_that_was_cut_off_is_completed_by_what_its_job_wrote(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    runs.write_whole(run.jobs, msgspec.json.encode(submitted(serve=None, sweep=None, complete=False)))
+    assert run.job_ids() == {}
+    run.record("serve", "started", job_id="301")
+    assert run.job_ids() == {"serve": "301"}
+
+
+def test_each_log_has_its_place(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    assert run.log("engine") == run.path / "engine" / "engine.log"
+    assert run.log("serve") == run.path / "serve.log"
+    run.record("sweep", "waiting", job_id="302")
+    assert run.log("sweep") == run.path / "submitit" / "302_0_log.out"
+
+
+def test_rows_are_read_by_concurrency_and_repeat_and_half_written_ones_are_not(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    for concurrency, repeat in ((2048, 1), (16, 2), (16, 1)):
+        keep_row(run, some_row(concurrency=concurrency, repeat=repeat))
+    (run.points / "c0016.r1" / ".row.json.0000.tmp").write_text("{")
+    (run.points / "c9999.r1").mkdir()
+    assert [(row.concurrency, row.repeat) for row in run.read_rows()] == [(16, 1), (16, 2), (2048, 1)]
+
+
+def test_a_run_is_found_by_its_id_by_any_job_id_and_by_its_path(tmp_path: Path, isolated: Path) -> None:
+    run = written_run(small_plan(tmp_path / "runs"))
+    all_runs = Runs(tmp_path / "runs", "pretend")
+    all_runs.remember("101", RUN_ID)
+    all_runs.remember("102", RUN_ID)
+    for name in (RUN_ID, "101", "102", str(run.path), f"../runs/{RUN_ID}"):
+        assert all_runs.find(name).path == run.path
+    assert stat.S_IMODE((tmp_path / "runs" / ".jobs").stat().st_mode) == 0o700
+
+
+def test_the_same_job_id_at_another_site_is_another_job(tmp_path: Path) -> None:
+    written_run(small_plan(tmp_path))
+    Runs(tmp_path, "pretend").remember("101", RUN_ID)
+    with pytest.raises(UsageError, match="no run has the job 101"):
+        Runs(tmp_path, "elsewhere").find("101")
+
+
+@pytest.mark.parametrize("name", ["7", "..", "../x", RUN_ID, "-x", "no such run"])
+def test_a_run_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Runs(tmp_path / "runs", "pretend").find(name)
+    assert caught.value.remedy
+
+
+def test_the_newest_runs_are_listed_first_and_nothing_else_is(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    assert Runs(folder, "s").newest(3) == []
+    ids = [f"2026112{day}-181258-small-3f2a" for day in range(1, 6)]
+    for run_id in ids:
+        RunDir(folder / run_id).create()
+        (folder / run_id / "plan.json").write_text("{}")
+    RunDir(folder / "20261129-181258-cut-off-3f2a").create()
+    (folder / ".jobs").mkdir()
+    (folder / "notes.txt").touch()
+    assert [run.run_id for run in Runs(folder, "s").newest(3)] == ids[:-4:-1]

@@ -1,0 +1,147 @@
+"""Sites: which one is meant, and where its variables come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isambard_serve import config, shipped, site
+from isambard_serve.errors import UsageError
+from tests.unit.helpers import PRETEND
+
+Write = Callable[[str, str], Path]
+
+
+def pretend(detect: Path | None = None) -> str:
+    """The text of a site; ``detect``: the path that gives it away."""
+    return PRETEND.read_text() + (f"detect: {detect}\n" if detect else "")
+
+
+def test_the_flag_goes_before_the_environment_the_settings_and_what_is_detected(
+        user_file: Write, tmp_path: Path) -> None:
+    for name in ("by-flag", "by-env", "by-config"):
+        user_file(f"sites/{name}.yaml", pretend())
+    user_file("sites/detected.yaml", pretend(tmp_path))
+    environ = {"ISAMBARD_SERVE_SITE": "by-env"}
+    assert site.choose(None, {}).name == "detected"
+    user_file("config.yaml", "site: by-config")
+    assert site.choose(None, {}).name == "by-config"
+    assert site.choose(None, environ).name == "by-env"
+    assert site.choose("by-flag", environ).name == "by-flag"
+
+
+def test_the_environment_is_this_process_own_unless_given(user_file: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_file("sites/mine.yaml", pretend())
+    monkeypatch.setenv("ISAMBARD_SERVE_SITE", "mine")
+    assert site.choose(None).name == "mine"
+
+
+def test_a_machine_of_no_known_site_is_an_error_that_says_how_to_name_one(user_file: Write, tmp_path: Path) -> None:
+    user_file("sites/other.yaml", pretend(tmp_path / "not here"))
+    with pytest.raises(UsageError) as caught:
+        site.choose(None, {})
+    assert "--site isambard-ai|other" in str(caught.value)
+    assert "config.yaml" in str(caught.value)
+
+
+def test_an_unknown_site_is_answered_with_the_nearest_known_one() -> None:
+    with pytest.raises(UsageError, match="did you mean 'isambard-ai'"):
+        site.load("isambard_ai")
+    with pytest.raises(UsageError, match="known sites: isambard-ai"):
+        site.load("qqqqq")
+
+
+def test_a_site_may_be_named_by_its_file(write: Write) -> None:
+    path = write("mine.yaml", pretend())
+    assert site.load(str(path)).name == "mine"
+    with pytest.raises(UsageError, match=r"none\.yaml: no such site file"):
+        site.load(str(path.parent / "none.yaml"))
+
+
+def test_a_users_site_extends_the_shipped_one_of_the_same_name(user_file: Write) -> None:
+    user_file("sites/isambard-ai.yaml", "extends: isambard-ai\ndirectives: {account: brics.mine, mail-type: END}")
+    own = site.load("isambard-ai")
+    assert own.name == "isambard-ai"
+    assert own.directives.account == "brics.mine"
+    assert own.partition == "workq"
+
+
+def test_a_site_file_extends_a_named_site_or_a_file_beside_it(write: Write) -> None:
+    write("base.yaml", pretend())
+    assert site.load(str(write("mine.yaml", "extends: ./base.yaml\nopen_files: 7"))).open_files == 7
+    assert site.load(str(write("own.yaml", "extends: isambard-ai\nopen_files: 8"))).partition == "workq"
+
+
+def test_an_unknown_directive_names_the_nearest_known_one(write: Write) -> None:
+    path = write("mine.yaml", pretend().replace("mail-user", "mail_user"))
+    with pytest.raises(UsageError, match=r"mine\.yaml: directives: .*mail_user.*\n.*did you mean 'mail-user'"):
+        site.load(str(path))
+
+
+@pytest.mark.parametrize(("addition", "key"), [
+    ("set: {'A B': x}", "set"), ("unset: ['$(touch x)']", "unset"), ("export: ['A,B=1']", "export"),
+])
+def test_a_variable_must_have_a_name_that_a_shell_knows(write: Write, addition: str, key: str) -> None:
+    text = "\n".join(line for line in pretend().splitlines() if not line.startswith(f"{key}:"))
+    with pytest.raises(UsageError, match=rf"mine\.yaml: {key}: .* is no name for a variable"):
+        site.load(str(write("mine.yaml", f"{text}\n{addition}\n")))
+
+
+def test_variables_are_filled_from_the_environment() -> None:
+    environ = {"SCRATCHDIR": "/scratch/p/u", "PROJECTDIR": "/projects/p"}
+    filled, assumed = site.resolved(site.load("isambard-ai"), environ)
+    assert assumed == []
+    assert filled.runs_dir == "/scratch/p/u/isambard-serve/runs"
+    assert filled.container.images_dir == "/scratch/p/u/isambard-serve/images"
+    assert filled.container.binds == ("/scratch/p/u", "/projects/p")
+    assert filled.set["HF_HOME"] == "/scratch/p/u/huggingface"
+
+
+@pytest.mark.parametrize("from_afar", [False, True])
+def test_a_real_value_is_never_replaced_by_an_example(from_afar: bool) -> None:
+    environ = {"SCRATCHDIR": "/real", "PROJECTDIR": "/real"}
+    filled, assumed = site.resolved(site.load("isambard-ai"), environ, from_afar=from_afar)
+    assert (filled.container.binds, assumed) == (("/real", "/real"), [])
+
+
+def test_example_values_stand_in_only_from_afar_and_are_named() -> None:
+    shown = site.load("isambard-ai")
+    filled, assumed = site.resolved(shown, {"PROJECTDIR": "/real"}, from_afar=True)
+    assert assumed == ["SCRATCHDIR"]
+    assert filled.container.binds == (shown.example["SCRATCHDIR"], "/real")
+    with pytest.raises(UsageError, match=r"site isambard-ai: \$SCRATCHDIR is not set"):
+        site.resolved(shown, {"PROJECTDIR": "/real"})
+
+
+def test_an_empty_variable_is_no_value() -> None:
+    with pytest.raises(UsageError, match=r"\$SCRATCHDIR is not set"):
+        site.resolved(site.load("isambard-ai"), {"SCRATCHDIR": "", "PROJECTDIR": "/real"})
+
+
+def test_both_ways_to_write_a_variable_are_filled() -> None:
+    written = msgspec.structs.replace(site.load(str(PRETEND)), runs_dir="$A/${B}x/$A_/end")
+    filled, _ = site.resolved(written, {"A": "/a", "B": "b", "A_": "c"})
+    assert filled.runs_dir == "/a/bx/c/end"
+
+
+def test_a_variable_without_an_example_is_an_error_from_afar_too() -> None:
+    written = msgspec.structs.replace(site.load(str(PRETEND)), runs_dir="$NOWHERE/runs")
+    with pytest.raises(UsageError, match=r"\$NOWHERE is not set"):
+        site.resolved(written, {}, from_afar=True)
+
+
+def test_the_settings_are_strict_and_optional(user_file: Write) -> None:
+    assert config.load() == config.Config()
+    user_file("config.yaml", "# site: mine\n")
+    assert config.load() == config.Config()
+    user_file("config.yaml", "stie: mine\n")
+    with pytest.raises(UsageError, match=r"config\.yaml: .*stie.*\n.*did you mean 'site'"):
+        config.load()
+
+
+@pytest.mark.parametrize("name", ["jobs", "templates", "sites", "engine_flags"])
+def test_what_is_shipped_is_there(name: str) -> None:
+    assert any(shipped.folder(name).iterdir())

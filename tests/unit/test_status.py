@@ -1,0 +1,134 @@
+"""What a run is doing: from its files, and from Slurm no oftener than the site allows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isambard_serve import status
+from isambard_serve.plan import Plan
+from isambard_serve.records import Event, Run
+from isambard_serve.run import RunDir, write_whole
+from isambard_serve.slurm import Slurm
+from tests.unit.helpers import RUN_ID, FakeSlurm, keep_row, note, small_plan, some_row, submitted, written_run
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return small_plan(tmp_path / "runs")
+
+
+@pytest.fixture
+def run(plan: Plan) -> RunDir:
+    """A run that was submitted."""
+    run = written_run(plan)
+    write_whole(run.jobs, msgspec.json.encode(submitted()))
+    run.record("submit", "submitted")
+    return run
+
+
+def test_a_run_is_told_from_its_files_alone_when_slurm_is_not_to_be_asked(run: RunDir) -> None:
+    read = status.read(run)
+    assert read == Run(run_id=RUN_ID, recipe="small", ladder=None, site="pretend", simulated=False, state="submitted",
+                       reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, directory=str(run.path),
+                       points_done=0, points_planned=2)
+
+
+def test_kept_points_are_counted(run: RunDir) -> None:
+    keep_row(run, some_row(concurrency=1))
+    (run.points / "c0002.r1").mkdir()
+    assert status.read(run).points_done == 1
+
+
+def test_slurm_says_why_a_run_waits(run: RunDir) -> None:
+    fake = FakeSlurm(squeue="101|PENDING|Priority\n102|PENDING|Dependency\n")
+    read = status.read(run, Slurm({}, fake))
+    assert (read.state, read.reason) == ("submitted", "Slurm: PENDING (Priority)")
+
+
+def test_slurm_is_not_asked_about_a_run_that_has_ended(run: RunDir) -> None:
+    run.record("serve", "done", reason="2 points")
+    fake = FakeSlurm()
+    assert status.read(run, Slurm({}, fake)).state == "done"
+    assert fake.calls == []
+
+
+def test_slurm_is_asked_once_an_interval_however_often_a_run_is_read(run: RunDir) -> None:
+    fake = FakeSlurm(squeue="101|RUNNING|None\n102|RUNNING|None\n")
+    for _ in range(3):
+        status.read(run, Slurm({}, fake))
+    assert fake.commands() == ["squeue"]
+    assert (run.path.parent / ".jobs" / "slurm.json").exists()
+
+
+def test_slurms_end_of_a_job_that_said_nothing_is_the_runs_end(run: RunDir) -> None:
+    run.record("serve", "loading")
+    fake = FakeSlurm(squeue="", sacct="101|NODE_FAIL|0:0\n102|CANCELLED by 0|0:0\n")
+    read = status.read(run, Slurm({}, fake))
+    assert (read.state, read.reason) == ("failed", "Slurm: NODE_FAIL (0:0)")
+
+
+def test_a_run_that_fell_silent_in_an_outage_is_unknown_until_it_shows_life(run: RunDir) -> None:
+    run.record("serve", "loading")
+    long_ago = time.time() - 3600
+    os.utime(run.events / "serve.jsonl", (long_ago, long_ago))
+    slurm = Slurm({}, FakeSlurm())
+    assert status.read(run, slurm).state == "unknown"
+    run.engine_log.write_text("still loading")
+    assert status.read(run, slurm).state == "loading"
+
+
+def test_node_hours_are_what_the_serve_job_has_held_of_its_node(run: RunDir) -> None:
+    now = time.time()
+    note(run, Event(time=now - 7200, writer="serve", event="started"))
+    assert status.read(run).node_hours == pytest.approx(2 / 4, abs=0.01)
+    note(run, Event(time=now - 3600, writer="serve", event="done"))
+    assert status.read(run).node_hours == pytest.approx(1 / 4, abs=0.001)
+
+
+def test_following_gives_what_is_there_and_what_comes_until_the_run_has_ended(run: RunDir) -> None:
+    run.engine_log.write_bytes(b"one\n")
+    seen = []
+    for block in status.follow(run.engine_log, run, None, tick_s=0):
+        seen.append(block)
+        if len(seen) == 1:
+            with open(run.engine_log, "ab") as log:
+                log.write(b"two\n")
+            run.record("serve", "done")
+    assert b"".join(seen) == b"one\ntwo\n"
+
+
+def test_following_waits_for_a_log_that_is_not_there_yet(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(_: float) -> None:
+        run.engine_log.write_bytes(b"late\n")
+        run.record("serve", "failed")
+
+    monkeypatch.setattr("time.sleep", meanwhile)
+    assert b"".join(status.follow(run.engine_log, run, None)) == b"late\n"
+
+
+def test_following_ends_when_nobody_can_say_how_the_run_is(run: RunDir) -> None:
+    write_whole(run.jobs, b"{}")
+    run.engine_log.write_bytes(b"x")
+    assert list(status.follow(run.engine_log, run, None)) == [b"x"]
+
+
+def test_waiting_tells_each_change_once_and_returns_the_ended_run(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: Iterator[Callable[[], object]] = iter([
+        lambda: None,
+        lambda: run.record("serve", "started"),
+        lambda: run.record("serve", "note"),
+        lambda: keep_row(run, some_row(concurrency=1)),
+        lambda: run.record("serve", "done", reason="all"),
+    ])
+    monkeypatch.setattr("time.sleep", lambda _: next(steps)())
+    told: list[tuple[str, int]] = []
+    ended = status.wait(run, None, lambda now: told.append((now.state, now.points_done)))
+    assert told == [("submitted", 0), ("started", 0), ("started", 1), ("done", 1)]
+    assert (ended.state, ended.reason) == ("done", "all")

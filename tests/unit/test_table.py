@@ -1,0 +1,62 @@
+"""Rows as a table: a number that may be wrong says so beside itself."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import msgspec
+import pytest
+
+from isambard_serve import table
+from isambard_serve.records import Row
+from tests.unit.helpers import RUN_ID, some_row, some_run
+
+NOTHING = some_row(
+    concurrency=2, output_tok_s=None, output_tok_s_per_gpu=None, total_tok_s=None, tok_s_per_user=None,
+    median_ttft_ms=None, median_tpot_ms=None, p99_tpot_ms=None, kv_cache_usage_max=None, preemptions=None,
+    duration_s=None, node_hours=None, output_tok_per_node_hour=None, valid=False, reasons=("bench_ended",),
+    unknown=("completed", "tokens_out"))
+
+
+def test_a_valid_row_shows_its_numbers() -> None:
+    heading, line = table.text([], [some_row(output_tok_s=5856.123)]).splitlines()
+    assert "output tok/s" in heading
+    assert line.split() == ["small", "1", "1", "5,856.12", "100.00", "50.00", "10.00", "20.00", "0.50", "yes"]
+
+
+def test_a_row_that_may_be_wrong_says_why_and_what_is_not_known() -> None:
+    line = table.text([], [NOTHING]).splitlines()[1]
+    assert line.split(maxsplit=9)[3:] == ["-"] * 6 + ["NO: bench_ended (not known: completed tokens_out)"]
+
+
+def test_a_missing_number_is_a_dash_and_never_the_word_none() -> None:
+    text = table.text([], [some_row(), NOTHING])
+    assert "None" not in text
+    assert "nan" not in text.lower()
+
+
+@pytest.mark.parametrize(("changes", "line"), [
+    ({}, "done, 2 of 2 points, 0.500 node-hours"),
+    ({"state": "failed", "reason": "the engine died", "points_done": 1},
+     "failed, 1 of 2 points, 0.500 node-hours - the engine died"),
+    ({"state": "submitted", "node_hours": None, "points_done": 0}, "submitted, 0 of 2 points"),
+    ({"simulated": True}, "done, 2 of 2 points, 0.500 node-hours, simulated"),
+])
+def test_how_far_a_run_is_stands_in_one_line(changes: dict[str, object], line: str) -> None:
+    run = msgspec.structs.replace(some_run(), **changes)
+    assert table.progress(run) == line
+    assert table.text([run], []) == f"{RUN_ID}: {line}"
+
+
+def test_csv_has_a_column_for_each_field_of_a_row_and_lists_joined_by_spaces() -> None:
+    text = table.frame([some_row(), NOTHING]).to_csv(index=False)
+    first, second = csv.DictReader(io.StringIO(text))
+    assert list(first) == [name for name in Row.__struct_fields__ if name != "schema"]
+    assert (first["output_tok_s"], first["valid"], first["reasons"]) == ("100.0", "True", "")
+    assert (second["output_tok_s"], second["ratio"], second["unknown"]) == ("", "", "completed tokens_out")
+
+
+def test_without_rows_the_columns_are_the_same() -> None:
+    assert list(table.frame([]).columns) == list(table.frame([some_row()]).columns)
+    assert table.text([], []) == ""

@@ -1,0 +1,323 @@
+"""The watcher: ready needs an answer, every death of the engine is a failure, and the GPUs are given back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from isambard_serve import watch
+from isambard_serve.plan import Limits, Plan
+from isambard_serve.prepare import free_port
+from isambard_serve.records import Endpoint, Sample
+from isambard_serve.run import RunDir, read_lines, write_whole
+from isambard_serve.watch import Activity, End, Watcher
+from tests.support.waiting import wait_until
+from tests.unit import fake_engine
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.helpers import HERE, Stubs, small_plan, some_sample, written_run
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+ENGINE = [sys.executable, str(Path(fake_engine.__file__))]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look often, and give little grace."""
+    monkeypatch.setattr(watch, "TICK_S", 0.02)
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.02)
+    monkeypatch.setattr(watch, "STOP_GRACE_S", 5.0)
+    monkeypatch.setenv("SLURMD_NODENAME", "nid001")
+
+
+def limited(folder: Path, *, load_s: int = 60, idle_s: int = 60) -> Plan:
+    return small_plan(folder, limits=Limits(load_s=load_s, idle_s=idle_s, point_s=60))
+
+
+def wait_until_ready(run: RunDir) -> None:
+    def told() -> bool:
+        return any(event.event == "ready" for event in run.read_events(["serve"]))
+
+    wait_until(told, 10, "ready", interval_s=0.005)
+
+
+class Scene:
+    """A watcher at work on an engine: the HTTP side is ``fake``, the process is ``process``."""
+
+    def __init__(self, plan: Plan, fake: FakeEngine, process: subprocess.Popen[bytes],
+                 deadline: float | None = None) -> None:
+        self.run = written_run(plan)
+        self.process = process
+        self.terminated = threading.Event()
+        self.ends: list[End] = []
+        self._watcher = Watcher(self.run, plan, fake.client(), process, self.terminated, deadline)
+        self.thread = threading.Thread(target=lambda: self.ends.append(self._watcher.watch()))
+
+    def begin(self) -> None:
+        """Begin to watch."""
+        self.thread.start()
+
+    def ready(self) -> None:
+        """Begin to watch, and wait until the engine is called ready."""
+        self.begin()
+        wait_until_ready(self.run)
+
+    def words(self) -> list[str]:
+        """What the watcher has said so far."""
+        return [event.event for event in self.run.read_events(["serve"])]
+
+    def end(self) -> End:
+        """The watcher's reason to end."""
+        self.thread.join(10)
+        assert self.ends, "the watcher goes on"
+        return self.ends[0]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, child: Start) -> Iterator[Callable[..., Scene]]:
+    """Set scenes: an engine that answers as told, and a process that sleeps."""
+    fakes: list[FakeEngine] = []
+    scenes: list[Scene] = []
+
+    def _scene(*, plan: Plan | None = None, argv: tuple[str, ...] = ("sleep", "60"), deadline: float | None = None,
+               **answers: object) -> Scene:
+        fakes.append(FakeEngine(**answers).__enter__())  # type: ignore[arg-type]
+        scenes.append(Scene(plan or limited(tmp_path), fakes[-1], child(*argv), deadline))
+        return scenes[-1]
+
+    yield _scene
+    for each in scenes:
+        each.terminated.set()
+        if each.thread.ident:
+            each.thread.join(10)
+    for fake in fakes:
+        fake.__exit__(None, None, None)
+
+
+def test_an_engine_is_ready_when_it_is_healthy_and_has_answered_a_completion(
+        scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "301")
+    watched = scene()
+    watched.ready()
+    endpoint = msgspec.json.decode(watched.run.endpoint.read_bytes(), type=Endpoint)
+    assert endpoint.url.startswith("http://127.0.0.1:")
+    assert (endpoint.model, endpoint.node, endpoint.job_id) == ("small-model", "nid001", "301")
+    assert endpoint.key_file == str(watched.run.key)
+
+
+def test_an_engine_that_is_not_healthy_is_not_ready_and_fails_after_its_load_limit(
+        scene: Callable[..., Scene], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, load_s=0), health=503)
+    watched.begin()
+    assert watched.end().event == "failed"
+    assert "load_limit" in watched.end().reason
+    assert watched.words() == []
+    assert not watched.run.endpoint.exists()
+
+
+def test_a_healthy_engine_that_completes_nothing_is_not_ready(scene: Callable[..., Scene]) -> None:
+    watched = scene(status=500)
+    watched.begin()
+    wait_until(watched.words, 10, "the note", interval_s=0.005)
+    assert watched.words() == ["note"]
+    assert "no completion yet: /v1/completions: HTTP Error 500" in str(watched.run.read_events()[0].reason)
+    assert not watched.run.endpoint.exists()
+
+
+def test_samples_are_taken_from_the_moment_that_the_engine_is_ready(scene: Callable[..., Scene]) -> None:
+    watched = scene()
+    watched.ready()
+    samples = wait_until(lambda: read_lines(watched.run.samples, Sample)[2:], 10, "samples", interval_s=0.01)
+    assert samples[0].kv_cache_usage == 0.5
+
+
+@pytest.mark.parametrize("metrics", ["not { metrics", ""])
+def test_a_sample_that_cannot_be_read_stops_nothing(scene: Callable[..., Scene], metrics: str) -> None:
+    watched = scene(metrics=f"vllm:kv_cache_usage_perc {metrics}")
+    watched.ready()
+    watched.run.record("sweep", "finished", reason="2 points measured, 2 valid")
+    assert watched.end() == End("done", "2 points measured, 2 valid")
+
+
+@pytest.mark.parametrize(("script", "told"), [
+    ("exit 0", "exit code 0"), ("exit 1", "exit code 1"), ("kill -KILL $$", "signal SIGKILL")])
+def test_an_engine_that_ends_by_itself_has_failed_whatever_its_exit_code(
+        scene: Callable[..., Scene], script: str, told: str) -> None:
+    watched = scene(argv=("bash", "-c", script), health=503)
+    watched.begin()
+    assert watched.end() == End("failed", f"the engine ended by itself ({told}) while it was starting")
+
+
+def test_an_engine_that_ends_while_it_is_needed_has_failed(scene: Callable[..., Scene]) -> None:
+    watched = scene()
+    watched.ready()
+    watched.process.terminate()
+    assert watched.end() == End("failed", "the engine ended by itself (signal SIGTERM) while it was needed")
+
+
+def test_the_death_of_one_of_the_engines_processes_is_a_failure_too(scene: Callable[..., Scene]) -> None:
+    watched = scene(argv=("bash", "-c", "(exec -a VLLM::EngineCore_DP1 sleep 60) & (exec -a helper sleep 60) & wait"))
+    wait_until(lambda: watch.engine_processes(watched.process.pid), 10, "the engine's process", interval_s=0.005)
+    watched.ready()
+    ((title, inner),) = watch.engine_processes(watched.process.pid).items()
+    inner.kill()
+    assert watched.end() == End("failed", f"the engine's process {title} died")
+    assert title.startswith("VLLM::EngineCore_DP1 60 (pid ")
+
+
+def test_an_engine_that_is_not_there_has_no_processes(child: Start) -> None:
+    gone = child("true")
+    gone.wait()
+    assert watch.engine_processes(gone.pid) == {}
+
+
+def test_when_the_sweep_has_finished_the_run_is_done(scene: Callable[..., Scene]) -> None:
+    watched = scene()
+    watched.ready()
+    watched.run.record("sweep", "finished", reason="2 points measured, 1 valid")
+    assert watched.end() == End("done", "2 points measured, 1 valid")
+    assert watched.end().exit_code == 0
+
+
+def test_when_the_sweep_gives_up_the_engine_stops_and_leaves_the_verdict_to_it(scene: Callable[..., Scene]) -> None:
+    watched = scene()
+    watched.begin()
+    watched.run.record("sweep", "failed", reason="the sweep: no point left a result")
+    assert watched.end().event == "stopping"
+    assert watched.end().exit_code == 1
+
+
+def test_a_request_to_end_is_followed_and_told(scene: Callable[..., Scene]) -> None:
+    watched = scene()
+    watched.ready()
+    watched.terminated.set()
+    assert watched.end().event == "stopping"
+    assert "signal" in watched.end().reason
+
+
+def test_a_signal_to_the_whole_job_explains_the_engines_death(
+        scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "TICK_S", 5.0)
+    watched = scene(argv=("true",), health=503)
+    watched.process.wait()
+    watched.begin()
+    watched.terminated.set()
+    assert watched.end().event == "stopping"
+
+
+def test_an_engine_that_nobody_asks_for_anything_is_ended(scene: Callable[..., Scene], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, idle_s=0))
+    watched.begin()
+    assert watched.end().event == "failed"
+    assert "idle_timeout" in watched.end().reason
+
+
+@pytest.mark.parametrize("left_s", [watch.DEADLINE_MARGIN_S - 1, -5.0])
+def test_a_job_stops_by_itself_before_its_time_limit_cuts_it_off(scene: Callable[..., Scene], left_s: float) -> None:
+    watched = scene(deadline=time.time() + left_s)
+    watched.begin()
+    assert watched.end().event == "failed"
+    assert "time limit" in watched.end().reason
+
+
+def test_a_job_with_time_left_goes_on(scene: Callable[..., Scene]) -> None:
+    watched = scene(deadline=time.time() + watch.DEADLINE_MARGIN_S + 60)
+    watched.ready()
+    assert watched.ends == []
+
+
+def test_idle_is_counted_from_the_last_sign_of_a_request() -> None:
+    activity = Activity(now=100)
+    assert activity.idle_s(130) == 30
+    activity.note(some_sample(requests_total=1), 200)
+    activity.note(some_sample(requests_total=1), 210)
+    assert activity.idle_s(230) == 30
+    activity.note(some_sample(requests_total=1, running=1), 300)
+    activity.note(some_sample(requests_total=1, waiting=1), 310)
+    assert activity.idle_s(310) == 0
+    activity.note(some_sample(requests_total=1, generation_tokens_total=5), 400)
+    assert activity.idle_s(401) == 1
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> RunDir:
+    """A run as ``prepare`` leaves it."""
+    run = written_run(limited(tmp_path / "runs"))
+    write_whole(run.slots, f"port={free_port()}\n")
+    write_whole(run.key, "secret")
+    return run
+
+
+@pytest.fixture
+def same_handler() -> Iterator[None]:
+    """Put TERM's handler back: the watcher takes it, as the main program that it is on a node."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def engine_argv(run: RunDir) -> list[str]:
+    return [*ENGINE, run.slots.read_text().strip().removeprefix("port=")]
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_a_serve_job_from_start_to_end(prepared: RunDir, monkeypatch: pytest.MonkeyPatch, stubs: Stubs) -> None:
+    stubs.add("scontrol", "echo EndTime=2099-01-01T00:00:00")
+    monkeypatch.setenv("SLURM_JOB_ID", "301")
+    monkeypatch.setattr("sys.argv", ["watch", str(prepared.path), "--", *engine_argv(prepared)])
+
+    def finish() -> None:
+        wait_until_ready(prepared)
+        prepared.record("sweep", "finished", reason="2 points measured, 2 valid")
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    with pytest.raises(SystemExit) as caught:
+        watch.main()
+    thread.join()
+    assert caught.value.code == 0
+    events = prepared.read_events(["serve"])
+    assert [event.event for event in events] == ["loading", "ready", "stopping", "done"]
+    assert {event.job_id for event in events} == {"301"}
+    assert events[-1].reason == "2 points measured, 2 valid"
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_an_engine_that_exits_with_0_at_once_fails_the_job(prepared: RunDir) -> None:
+    assert watch.serve(prepared, ["sh", "-c", "echo no GPU; exit 0"]) == 1
+    assert [event.event for event in prepared.read_events()] == ["loading", "failed"]
+    assert prepared.engine_log.read_text() == "no GPU\n"
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_an_engine_that_cannot_be_started_fails_the_job_with_the_reason(prepared: RunDir) -> None:
+    assert watch.serve(prepared, ["/nowhere/vllm"]) == 1
+    (event,) = prepared.read_events()
+    assert event.event == "failed"
+    assert "/nowhere/vllm" in str(event.reason)
+
+
+def test_a_serve_job_that_is_asked_to_end_takes_its_engine_with_it(prepared: RunDir) -> None:
+    argv = [sys.executable, "-m", "isambard_serve.watch", str(prepared.path), "--", *engine_argv(prepared)]
+    job = subprocess.Popen(argv, cwd=HERE.parents[1])
+    try:
+        wait_until_ready(prepared)
+        engine = psutil.Process(job.pid).children()
+        assert len(engine) == 1
+        job.terminate()
+        assert job.wait(10) == 1
+    finally:
+        job.kill()
+        job.wait()
+    assert not any(process.is_running() for process in engine)
+    events = prepared.read_events(["serve"])
+    assert events[-1].event == "stopping"
+    assert "asked to end by a signal" in str(events[-1].reason)
