@@ -6,7 +6,7 @@ an ordinary user to act as). For tests there is the fixture `cluster`; by hand:
 
     python -m tests.cluster.pretend FOLDER
 
-There is no accounting: `sacct` answers with an error, as it does on a real cluster in an outage.
+Unless accounting is asked for there is none: `sacct` answers with an error, as on a real cluster in an outage.
 """
 
 import os
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, TypeVar
 
+from tests.cluster import accounting as books
 from tests.cluster import slurm_conf
 from tests.support import packages, processes
 from tests.support.waiting import wait_until
@@ -38,7 +39,7 @@ Completed = subprocess.CompletedProcess[str]
 PACKAGES = ("munge", "slurm-client", "slurm-wlm-basic-plugins", "slurmctld", "slurmd")
 USER = "isambard"
 NODES = ("nid001", "nid002", "nid003", "nid004")
-DAEMONS = ("munged", "slurmctld", "slurmd")
+DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd")
 NOFILE = 524_288  # the hard limit that systemd gives its services
 
 
@@ -54,35 +55,40 @@ class Job(NamedTuple):
 class PretendCluster:
     """A running cluster: act on it as its ordinary user (`run`, `popen`) or as root (`admin`).
 
-    `daemons` holds munged, slurmctld and each node's slurmd (as nid001 …), for tests that break things.
+    `daemons` holds munged, slurmctld and each node's slurmd (as nid001 …), with accounting also mariadbd and
+    slurmdbd, for tests that break things; `outage` stops one and starts it again.
     """
 
     folder: Path
     user: pwd.struct_passwd
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _commands: dict[str, Argv] = field(default_factory=dict)
     _children: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @classmethod
     @contextmanager
-    def boot(cls, folder: Path, *, partition: str = "workq", extra_slurm_conf: str = "") -> Iterator[Self]:
+    def boot(
+        cls, folder: Path, *, partition: str = "workq", extra_slurm_conf: str = "", accounting: bool = False
+    ) -> Iterator[Self]:
         """Boot a cluster in `folder` and yield it with its nodes idle; take everything down on leaving.
 
         Lines of `extra_slurm_conf` replace those with the same key ("KillWait=2"), or remove them if they
-        give no value ("JobSubmitPlugins="). Configuration, logs and the user's home stay in the folder
-        afterwards. Raises `SystemExit(2)` where packages or root are missing, `ValueError` for a folder that
-        will not do, and `RuntimeError` when a daemon dies at once.
+        give no value ("JobSubmitPlugins="). With `accounting` there are slurmdbd and its database, and the
+        user has an account. Configuration, logs and the user's home stay in the folder afterwards. Raises
+        `SystemExit(2)` where packages or root are missing, `ValueError` for a folder that will not do, and
+        `RuntimeError` when a daemon dies at once.
         """
-        packages.need(*PACKAGES)
+        packages.need(*PACKAGES, *(books.PACKAGES if accounting else ()))
         packages.need_root("a pretend cluster runs Slurm's daemons and acts as another user")
         folder = folder.resolve()
         _check(folder)
         cluster = cls(folder, _ordinary_user())
         with ExitStack() as down:
             down.callback(cluster._clear)
-            cluster._lay_out(partition, extra_slurm_conf)
+            cluster._lay_out(partition, extra_slurm_conf, accounting)
             down.callback(processes.kill_all, cluster._leftovers)
             down.callback(cluster._stop_daemons)
-            cluster._start_daemons()
+            cluster._start_daemons(accounting)
             down.callback(cluster._end_jobs)
             yield cluster
 
@@ -165,6 +171,15 @@ class PretendCluster:
         pairs = re.split(r"\s+(?=[A-Z][A-Za-z:/]*=)", answer.strip())
         return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
+    @contextmanager
+    def outage(self, name: str) -> Iterator[None]:
+        """Stop one of `daemons`, and start it again on leaving; that does not wait until it answers."""
+        processes.stop(self.daemons[name])
+        try:
+            yield
+        finally:
+            self._start(name, self._commands[name])
+
     def cancel_all(self, timeout_s: float = 2 * slurm_conf.KILL_WAIT_S + 10) -> None:
         """Cancel every job of every user and wait until the queue is empty."""
 
@@ -201,7 +216,7 @@ class PretendCluster:
             "env": self.environment | dict(env or {}),
         }
 
-    def _lay_out(self, partition: str, extra_slurm_conf: str) -> None:
+    def _lay_out(self, partition: str, extra_slurm_conf: str, accounting: bool) -> None:
         self._clear()
         for name in ("dev", "etc", "home", "log", "munge", "run", "spool", "state"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -215,20 +230,35 @@ class PretendCluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        port = _free_ports(1 + len(NODES))
-        for name, text in slurm_conf.render(self.folder, host, port, partition, extra_slurm_conf).items():
+        port = _free_ports(1 + len(NODES) + accounting)
+        files = slurm_conf.render(self.folder, host, port, partition, extra_slurm_conf, accounting)
+        for name, text in files.items():
             (self.folder / "etc" / name).write_text(text)
+        if accounting:
+            (self.folder / "etc" / "slurmdbd.conf").chmod(0o600)
+            books.lay_out(self._database)
 
-    def _start_daemons(self) -> None:
+    def _start_daemons(self, accounting: bool) -> None:
         munge = self.folder / "munge"
         names = ("socket", "key-file", "pid-file", "seed-file", "log-file")
         options = [f"--{name}={munge / name}" for name in names]
         self._start("munged", ["/usr/sbin/munged", "--foreground", "--force", *options])
         self._wait_for_daemons((munge / "socket").exists, "munged's socket")
+        if accounting:
+            self._start_accounting()
         self._start("slurmctld", ["/usr/sbin/slurmctld", "-D", "-f", self.conf])
         for node in NODES:
             self._start(node, ["/usr/sbin/slurmd", "-D", "-N", node, "-f", self.conf])
         self._wait_for_daemons(self._all_idle, "four idle nodes")
+
+    def _start_accounting(self) -> None:
+        self._start("mariadbd", books.mariadbd(self._database))
+        self._wait_for_daemons(books.socket(self._database).exists, "MariaDB's socket")
+        self._start("slurmdbd", books.slurmdbd(self._database))
+        answers = ["sacctmgr", "--noheader", "show", "cluster"]
+        self._wait_for_daemons(lambda: self.admin(answers, check=False).returncode == 0, "slurmdbd")
+        for addition in books.additions(USER):  # before slurmctld, which registers with its cluster
+            self.admin(addition)
 
     def _start(self, name: str, argv: Argv) -> None:
         with self._output(name).open("wb") as output:
@@ -242,7 +272,7 @@ class PretendCluster:
                 cwd="/",
                 env=self._root_environment,
             )
-        self.daemons[name] = daemon
+        self.daemons[name], self._commands[name] = daemon, argv
         with suppress(PermissionError):  # in a container the limit may be the most there is
             resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (NOFILE, NOFILE))
 
@@ -259,6 +289,10 @@ class PretendCluster:
     def _all_idle(self) -> bool:
         answer = self.admin(["sinfo", "--noheader", "--Node", "--format=%N %T"], check=False).stdout
         return set(answer.splitlines()) == {f"{node} idle" for node in NODES}
+
+    @property
+    def _database(self) -> Path:
+        return self.folder / "database"
 
     def _output(self, name: str) -> Path:
         return self.folder / "log" / f"{name}.out"
@@ -281,7 +315,7 @@ class PretendCluster:
         return [each for each in found if each.uid == self.user.pw_uid or each.name == "slurmstepd"]
 
     def _clear(self) -> None:
-        for name in ("dev", "munge", "run", "spool", "state"):
+        for name in ("database", "dev", "munge", "run", "spool", "state"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
 

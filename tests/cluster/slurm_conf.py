@@ -40,6 +40,28 @@ PartitionName={partition} Nodes=ALL Default=YES State=UP MaxTime=24:00:00 Defaul
 DefCpuPerGPU=72 DefMemPerGPU=115000
 """
 
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={accounting_port}
+AccountingStoragePass={folder}/munge/socket
+AccountingStorageTRES=gres/gpu
+"""
+
+SLURMDBD_CONF = """\
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={accounting_port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+PidFile={folder}/run/slurmdbd.pid
+LogFile={folder}/log/slurmdbd.log
+"""
+
 GRES_CONF = "NodeName=nid[001-004] Name=gpu Type=gh200 File={folder}/dev/nvidia[0-3]\n"
 
 JOB_SUBMIT_LUA = """\
@@ -60,25 +82,29 @@ end
 """
 
 
-def render(folder: Path, host: str, first_port: int, partition: str, extra: str) -> dict[str, str]:
+def render(folder: Path, host: str, first_port: int, partition: str, extra: str, accounting: bool) -> dict[str, str]:
     """Return the files that belong in one directory, by name, for a cluster that lives in `folder`.
 
-    The controller listens on `first_port`, the nodes on the four ports after it. A line of `extra` replaces
-    the one with the same key, or removes it if it gives no value; nodes and partitions are added instead.
+    The controller listens on `first_port`, the nodes on the four ports after it, and with `accounting` slurmdbd
+    on the next. A line of `extra` replaces the one with the same key, or removes it if it gives no value; nodes
+    and partitions are added instead.
     """
-    slurm_conf = SLURM_CONF.format(
-        folder=folder,
-        host=host,
-        controller_port=first_port,
-        node_ports=f"{first_port + 1}-{first_port + 4}",
-        partition=partition,
-        kill_wait_s=KILL_WAIT_S,
-    )
-    return {
-        "slurm.conf": _merge(slurm_conf, extra),
-        "gres.conf": GRES_CONF.format(folder=folder),
+    values = {
+        "folder": folder,
+        "host": host,
+        "controller_port": first_port,
+        "node_ports": f"{first_port + 1}-{first_port + 4}",
+        "accounting_port": first_port + 5,
+        "partition": partition,
+        "kill_wait_s": KILL_WAIT_S,
+    }
+    template = SLURM_CONF + ACCOUNTING if accounting else SLURM_CONF
+    files = {
+        "slurm.conf": _merge(template.format(**values), extra),
+        "gres.conf": GRES_CONF.format(**values),
         "job_submit.lua": JOB_SUBMIT_LUA,
     }
+    return files | {"slurmdbd.conf": SLURMDBD_CONF.format(**values)} if accounting else files
 
 
 def _merge(slurm_conf: str, extra: str) -> str:
