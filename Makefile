@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv lint test unit cluster engine benchmarks pins clean
+.PHONY: help venv demo lint test unit sandbox engine cluster soak benchmarks docs pins clean
 
 help:
-	@echo "make venv | lint | test (unit, engine, cluster) | benchmarks | pins | clean"
+	@echo "make venv | demo | lint | test (unit, sandbox, engine, cluster) | soak | benchmarks | docs | pins | clean"
 
 venv: $(VENV)/.complete
 
@@ -17,16 +17,29 @@ $(VENV)/.complete: requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# The published ladder on this machine, simulated: three rungs, one after another, and their table.
+demo: venv
+	$(BIN)/isambard-serve submit tp4 dp4 dp4-humming --site sandbox --wait
+	$(BIN)/isambard-serve collect --ladder latest --site sandbox
+
 lint: venv
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.support.modules
 
-test: unit engine cluster
+# All four suites, with the coverage of every process that they start.
+test: venv
+	$(BIN)/coverage erase
+	for suite in unit sandbox engine cluster; do $(BIN)/coverage run -m pytest tests/$$suite || exit 1; done
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 unit: venv
 	$(BIN)/pytest tests/unit
+
+sandbox: venv
+	$(BIN)/pytest tests/sandbox
 
 engine: venv
 	$(BIN)/pytest tests/engine
@@ -34,8 +47,15 @@ engine: venv
 cluster: venv
 	$(BIN)/pytest tests/cluster
 
+# The random trials, more of them than in `make test`.
+soak: venv
+	ISAMBARD_SERVE_TRIALS=10 $(BIN)/pytest tests/cluster/test_claim.py
+
 benchmarks: venv
 	$(BIN)/python benchmarks/startup.py
+
+docs: venv
+	$(BIN)/python docs/reference.py
 
 # The pinned requirements, again from the newest releases. No index's address goes into them.
 pins:

@@ -1,6 +1,6 @@
 """How long a person waits for the command line: medians of whole processes, beside the bare interpreter's.
 
-    python benchmarks/startup.py [REPEATS]
+Usage: python benchmarks/startup.py [REPEATS]
 """
 
 from __future__ import annotations

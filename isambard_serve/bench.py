@@ -61,6 +61,7 @@ def row(plan: Plan, point: Point, *, bench: dict[str, Any] | None, returncode: i
     return Row(
         run_id=plan.run_id,
         recipe=plan.recipe,
+        simulated=plan.simulated,
         concurrency=point.concurrency,
         repeat=point.repeat,
         output_tok_s=output_tok_s,
@@ -74,7 +75,7 @@ def row(plan: Plan, point: Point, *, bench: dict[str, Any] | None, returncode: i
         kv_cache_usage_max=max((sample.kv_cache_usage for sample in window), default=None),
         preemptions=window[-1].preemptions_total - window[0].preemptions_total if window else None,
         duration_s=duration_s,
-        time_scale=1.0,
+        time_scale=number("time_scale") or 1.0,
         node_hours=node_hours,
         output_tok_per_node_hour=tokens / node_hours if node_hours and tokens is not None else None,
         valid=not reasons,

@@ -12,7 +12,7 @@ from typing import Any
 from isambard_serve import shipped
 from isambard_serve.errors import UsageError, nearest
 
-OWNED = frozenset({"host", "port", "api-key", "config", "model", "headless"})
+OWNED = frozenset({"host", "port", "uds", "api-key", "config", "model", "served-model-name", "headless"})
 """Flags that the toolkit sets itself: only the node knows them, or they would hide what a recipe says."""
 
 

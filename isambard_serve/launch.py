@@ -6,18 +6,20 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from isambard_serve import recipe, render
+from isambard_serve import controller, recipe, render
 from isambard_serve.errors import HostError, UsageError
+from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.records import Jobs, SubmittedJob
-from isambard_serve.run import RunDir, Runs, write_whole
+from isambard_serve.run import RunDir, Runs, read_record, write_whole
 from isambard_serve.slurm import Slurm
 from isambard_serve.sweep import sweep
 
@@ -57,11 +59,12 @@ def sweep_script(plan: Plan) -> str:
 
 def scripts(plan: Plan) -> dict[str, str]:
     """Every script of the run by its file name: exactly what is sent."""
-    return {
-        "serve.sbatch": render.script("serve.sbatch", plan),
-        "sweep.sbatch": sweep_script(plan),
-        "send.sh": render.script("send.sh", plan),
-    }
+    texts = {"serve.sbatch": render.script("serve.sbatch", plan)}
+    if plan.scheduler == "slurm":
+        if plan.placement == "dependent":
+            texts["sweep.sbatch"] = sweep_script(plan)
+        texts["send.sh"] = render.script("send.sh", plan)
+    return texts
 
 
 def write(plan: Plan, chosen: recipe.Recipe) -> RunDir:
@@ -70,12 +73,12 @@ def write(plan: Plan, chosen: recipe.Recipe) -> RunDir:
     texts = scripts(plan)
     run.create()
     write_whole(run.lock, recipe.locked(chosen))
-    write_whole(run.plan, msgspec.json.format(msgspec.json.encode(plan), indent=2))
     for name, text in texts.items():
         write_whole(run.path / name, text, mode=0o700 if name == "send.sh" else 0o600)
     delayed = DelayedSubmission(sweep, str(run.path))
     delayed.set_timeout(plan.sweep_minutes, 0)
     delayed.dump(run.submitit / "sweep.pkl")
+    write_whole(run.plan, msgspec.json.format(msgspec.json.encode(plan), indent=2))
     return run
 
 
@@ -86,62 +89,122 @@ def check_needs(plan: Plan) -> None:
             raise UsageError("the engine's image is not there", where=path, remedy=remedy)
 
 
-def submit(plan: Plan, chosen: recipe.Recipe, slurm: Slurm) -> Jobs:
-    """Writes the run directory and submits both jobs; if anything fails, nothing is left in the queue.
+Rung = tuple[Plan, recipe.Recipe]
 
-    ``jobs.json`` is written before and after each submission, so that whoever comes after a crash can tell
-    what may be running.
+
+def submit(rungs: Sequence[Rung], slurm: Slurm | None) -> list[RunDir]:
+    """Writes the run directories and submits all rungs, each after the one before; all of them or none.
+
+    Args:
+        rungs: the plans and their recipes, in order.
+        slurm: where to; None runs them as processes of this machine.
 
     Raises:
         UsageError: something that the jobs need is missing.
         HostError: Slurm refused; what was submitted before has been cancelled.
     """
-    check_needs(plan)
-    run = write(plan, chosen)
-    runs = Runs(run.path.parent, plan.site)
-    jobs = Jobs()
-    with _rolled_back(run, slurm):
-        for role in ("serve", "sweep"):
-            entry = SubmittedJob(role=role, job_id=None, time=time.time())
-            _note(run, Jobs(jobs=(*jobs.jobs, entry)))
-            if role == "serve":
-                job_id = slurm.submit(run.serve_script)
-            else:
-                delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
-                job_id = slurm.submit(run.sweep_script, dependency=f"after:{jobs.jobs[0].job_id}{delay}")
-            jobs = Jobs(jobs=(*jobs.jobs, msgspec.structs.replace(entry, job_id=job_id)), complete=role == "sweep")
-            _note(run, jobs)
-            runs.remember(job_id, run.run_id)
-            if role == "sweep":
-                pickle = JobPaths(run.submitit, job_id).submitted_pickle
-                os.link(run.submitit / "sweep.pkl", pickle)
-        run.record("submit", "submitted")
-    return jobs
+    for plan, _ in rungs:
+        check_needs(plan)
+    runs = [write(plan, chosen) for plan, chosen in rungs]
+    plans = [plan for plan, _ in rungs]
+    with _rolled_back(runs, slurm):
+        if slurm is None:
+            controller.start(runs, plans)
+        else:
+            before: str | None = None
+            for run, plan in zip(runs, plans, strict=True):
+                before = _send(run, plan, slurm, f"afterany:{before}" if before else None)
+        for run in runs:
+            run.record("submit", "submitted")
+    return runs
 
 
-def _note(run: RunDir, jobs: Jobs) -> None:
-    write_whole(run.jobs, msgspec.json.format(msgspec.json.encode(jobs), indent=2))
+def _send(run: RunDir, plan: Plan, slurm: Slurm, dependency: str | None) -> str:
+    """Submits the jobs of one run and returns the serve job's id.
+
+    ``jobs.json`` is written before and after each submission, so that whoever comes after a crash can tell what
+    may be running.
+    """
+    serve = _send_job(run, plan, slurm, "serve", run.serve_script, dependency, last=plan.placement == "inside")
+    if plan.placement == "dependent":
+        delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
+        job = _send_job(run, plan, slurm, "sweep", run.sweep_script, f"after:{serve}{delay}", last=True)
+        os.link(run.submitit / "sweep.pkl", JobPaths(run.submitit, job).submitted_pickle)
+    return serve
+
+
+def _send_job(run: RunDir, plan: Plan, slurm: Slurm, role: Literal["serve", "sweep"], script: Path,
+              dependency: str | None, *, last: bool) -> str:
+    known = run.read_jobs().jobs
+    entry = SubmittedJob(role=role, job_id=None, time=time.time())
+    run.write_jobs(Jobs(jobs=(*known, entry)))
+    job_id = slurm.submit(script, dependency=dependency)
+    run.write_jobs(Jobs(jobs=(*known, msgspec.structs.replace(entry, job_id=job_id)), complete=last))
+    Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
+    return job_id
 
 
 @contextlib.contextmanager
-def _rolled_back(run: RunDir, slurm: Slurm) -> Iterator[None]:
-    """Cancels what was submitted when the block fails: the sweep first, since it depends on the serve job."""
+def _rolled_back(runs: Sequence[RunDir], slurm: Slurm | None) -> Iterator[None]:
+    """Cancels what was submitted when the block fails, from the last job to the first: each frees its successor."""
     try:
         yield
     except BaseException as error:
-        sent = [job.job_id for job in reversed(run.read_jobs().jobs) if job.job_id]
+        sent = [job.job_id for run in reversed(runs) for job in reversed(run.read_jobs().jobs) if job.job_id]
         try:
-            slurm.cancel(sent)
+            if slurm:
+                for run in reversed(runs):
+                    _cancel_unheard(run, slurm)
+            (slurm or Local()).cancel(sent)
         except HostError as second:
             raise HostError(f"{error} - and what had been submitted could not be cancelled: {second}",
-                            where=str(run.path), remedy=f"scancel {' '.join(sent)}") from error
-        run.record("submit", "failed", reason=f"not submitted: {error or type(error).__name__}")
+                            where=str(runs[0].path), remedy=f"scancel {' '.join(sent)}") from error
+        for run in runs:
+            run.record("submit", "failed", reason=f"not submitted: {str(error) or type(error).__name__}")
         raise
 
 
-def cancel(run: RunDir, slurm: Slurm) -> list[str]:
-    """Cancels the run's jobs, the sweep first (cancelling the serve job sets it free), and returns their ids."""
+def _cancel_unheard(run: RunDir, slurm: Slurm) -> None:
+    """Cancels a job of ``run`` that Slurm may have taken although its id could not be noted."""
+    for job in run.read_jobs().jobs:
+        if job.job_id is None:
+            directives = read_record(run.plan, Plan)
+            name = directives.sweep_directives if job.role == "sweep" else directives.serve_directives
+            slurm.cancel_named(str(name["job-name"]))
+
+
+def cancel(run: RunDir, slurm: Slurm | None) -> None:
+    """Ends the run, its sweep first, since cancelling the serve job sets it free. Nothing else starts for it.
+
+    The rung behind it on a ladder keeps waiting for the rung before it.
+    """
     ids = run.job_ids()
+    plan = read_record(run.plan, Plan)
+    if slurm is None:
+        # First of all: the controller looks before it starts a rung, and the sweep while it measures.
+        run.record("cancel", "cancelled", reason="cancelled on request")
+        Local().cancel([ids["serve"]] if "serve" in ids else [])
+        return
+    before, behind = _neighbours(run, plan)
+    if before and behind and "serve" in ids:
+        slurm.depend(behind, f"afterany:{before},afterany:{ids['serve']}")
     slurm.cancel(ids[role] for role in ("sweep", "serve") if role in ids)
     run.record("cancel", "cancelled", reason="cancelled on request")
-    return list(ids.values())
+
+
+def _neighbours(run: RunDir, plan: Plan) -> tuple[str | None, str | None]:
+    """The serve jobs of the nearest rungs before and behind ``run`` that nobody has cancelled."""
+    rungs = [RunDir(run.path.parent / run_id) for run_id in plan.ladder]
+    place = plan.ladder.index(run.run_id) if plan.ladder else 0
+
+    def nearest(side: Sequence[RunDir]) -> str | None:
+        return next((rung.job_ids().get("serve") for rung in side if not rung.read_events(["cancel"])), None)
+
+    return nearest(rungs[:place][::-1]), nearest(rungs[place + 1:])
+
+
+def cancel_ladder(rungs: Sequence[RunDir], slurm: Slurm | None) -> None:
+    """Ends all of ``rungs`` that have not ended, the last one first."""
+    for rung in reversed(rungs):
+        if not any(event.event in ("done", "failed", "cancelled") for event in rung.read_events()):
+            cancel(rung, slurm)

@@ -46,11 +46,17 @@ class Point(Record, frozen=True):
 
 
 class Limits(Record, frozen=True):
-    """Seconds that things may take: the engine's start, a time without requests, one point."""
+    """Seconds that things may take: the engine's start, the whole job, a time without requests, one point.
+
+    ``grace_s`` is how long the sweep may take to come, ``silence_s`` how long its heartbeat may stand still.
+    """
 
     load_s: int
+    time_s: int
     idle_s: int
     point_s: int
+    grace_s: int
+    silence_s: int
 
 
 class NodeHours(Record, frozen=True):
@@ -70,6 +76,9 @@ class Plan(Record, frozen=True):
     run_dir: str
     recipe: str
     site: str
+    scheduler: Literal["slurm", "local"]
+    placement: Literal["dependent", "inside"]
+    ladder: tuple[str, ...]
     simulated: bool
     python: str
     model: str
@@ -94,8 +103,14 @@ class Plan(Record, frozen=True):
     step_argv: tuple[Word, ...]
     needs: dict[str, str]
     poll_interval_s: float
-    package_version: str = __version__
     schema: str = "isambard-serve/plan/1"
+    package_version: str = __version__
+
+    @property
+    def cost(self) -> float:
+        """What the run costs at most with its placement, in node-hours."""
+        return self.node_hours.inside if self.placement == "inside" else self.node_hours.dependent
+
 
 
 def filled(words: Sequence[Word], **values: str) -> list[str]:
@@ -103,12 +118,13 @@ def filled(words: Sequence[Word], **values: str) -> list[str]:
     return [word if isinstance(word, str) else word.before + values[word.slot] for word in words]
 
 
-def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str) -> Plan:
+def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, ladder: tuple[str, ...] = ()) -> Plan:
     """The plan of running ``recipe`` at ``site`` (whose variables are resolved) as ``run_id``.
 
     Args:
         runs_dir: the folder that the run directory will stand in; absolute.
         python: the interpreter that the jobs use; this package must be importable there.
+        ladder: the run ids of all rungs, in order, if the run is one of several submitted together.
 
     Raises:
         UsageError: the two do not go together, or a directive cannot be written.
@@ -120,6 +136,9 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str)
     time_s = seconds(recipe.resources.time, recipe.name)
     load_s = seconds(recipe.resources.load_time, recipe.name)
     container_argv, needs = _container(recipe, site, runs_dir)
+    simulated = site.container.runtime == "simulated"
+    command = (python, "-m", "isambard_serve.sim") if simulated else site.container.command
+    simulation = site.container.args if simulated else ()
     serve_share = recipe.resources.gpus / site.node.gpus
     sweep_share = site.sweep.gpus / site.node.gpus
     return Plan(
@@ -127,7 +146,10 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str)
         run_dir=run_dir,
         recipe=recipe.name,
         site=site.name,
-        simulated=False,
+        scheduler=site.scheduler,
+        placement=site.placement,
+        ladder=ladder,
+        simulated=simulated,
         python=python,
         model=recipe.model,
         served_context=f"{recipe.bench.isl}/{recipe.bench.osl}",
@@ -137,8 +159,11 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str)
         points=_points(recipe),
         limits=Limits(
             load_s=seconds(recipe.resources.load_limit, recipe.name),
+            time_s=time_s,
             idle_s=seconds(recipe.resources.idle_timeout, recipe.name),
             point_s=seconds(recipe.bench.point_limit, recipe.name),
+            grace_s=seconds(recipe.resources.sweep_grace, recipe.name),
+            silence_s=seconds(recipe.resources.sweep_silence, recipe.name),
         ),
         node_hours=NodeHours(
             inside=round(serve_share * time_s / 3600, 4),
@@ -153,16 +178,17 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str)
         unset=site.unset,
         environment={"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **recipe.engine.env},
         container_argv=container_argv,
-        engine_argv=(*site.container.command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
-                     *flags.argv(recipe.engine.args), *recipe.engine.extra_args),
-        bench_argv=(*site.container.command, "bench", "serve", "--backend", "openai",
+        engine_argv=(*command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
+                     *flags.argv(recipe.engine.args), *recipe.engine.extra_args, *simulation),
+        bench_argv=(*command, "bench", "serve", "--backend", "openai",
                     "--base-url", Slot(slot="port", before="http://127.0.0.1:"), "--endpoint", "/v1/completions",
                     "--model", recipe.model, "--dataset-name", "random", "--request-rate", "inf",
                     "--random-input-len", str(recipe.bench.isl), "--random-output-len", str(recipe.bench.osl),
                     "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el",
                     "--metric-percentiles", "50,90,95,99", "--save-result", *flags.argv(recipe.bench.args)),
         # From one job into another: all that the serve job holds is taken by its own step, hence --overlap.
-        step_argv=("srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
+        step_argv=() if site.scheduler == "local" else (
+                   "srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
                    "--gpus=0", "--mem=0", f"--cpus-per-task={site.sweep.load_generator_cpus}",
                    "--cpu-bind=none", "--export=ALL"),
         needs=needs,
@@ -183,7 +209,7 @@ def _points(recipe: Recipe) -> tuple[Point, ...]:
 def _container(recipe: Recipe, site: Site, runs_dir: str) -> tuple[tuple[str, ...], dict[str, str]]:
     """The words before the engine's own command, and the files that must exist, each with its remedy."""
     container = site.container
-    if container.runtime == "none":
+    if container.runtime != "apptainer":
         return (), {}
     if recipe.image is None:
         raise UsageError(f"names no image, and {site.name} runs the engine in a container",
@@ -226,7 +252,7 @@ def _sweep_directives(site: Site, run_id: str, run_dir: str) -> dict[str, str | 
         "job-name": f"{run_id}-sweep",
         "partition": site.partition,
         **_passed_on(site),
-        "gpus": str(site.sweep.gpus),
+        "gpus": str(site.sweep.gpus) if site.sweep.gpus else None,
         "no-requeue": True,
         "export": ",".join(site.export),
         "chdir": run_dir,

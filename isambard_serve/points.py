@@ -1,21 +1,30 @@
-"""The loop over the points: each is measured by a step beside the engine, judged, and kept at once."""
+"""The loop over the points: each is measured by a load generator beside the engine, judged, and kept at once."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import psutil
 
 from isambard_serve import bench, process
+from isambard_serve.claim import Claim, SupersededError
+from isambard_serve.engine import EngineClient, EngineUnreachableError
 from isambard_serve.errors import ServeError
-from isambard_serve.plan import Plan, Point, filled
-from isambard_serve.records import Row, Sample
-from isambard_serve.run import RunDir, read_lines, write_whole
+from isambard_serve.plan import Plan, Point
+from isambard_serve.records import Row, Sample, Writer
+from isambard_serve.run import RunDir, read_lines, write_once
 
 TICK_S = 0.5
 STOP_GRACE_S = 10.0
+DRAIN_S = 60.0
+"""How long the engine may take to let go of a predecessor's requests."""
+
+PROOF_S = 15.0
+"""How long to wait for a sign that the engine outlived a point that went wrong."""
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -26,50 +35,117 @@ class EngineGoneError(ServeError):
 
 def serve_end(run: RunDir) -> str | None:
     """Why the serve job is at its end, if it is."""
-    for event in run.read_events(["serve"]):
-        if event.event in ("failed", "stopping", "done"):
+    for event in run.read_events(["serve", "cancel"]):
+        if event.event in ("failed", "stopping", "done", "cancelled"):
             return event.reason or event.event
     return None
 
 
-def measure_all(run: RunDir, plan: Plan, *, serve_job: str, port: str, env: Mapping[str, str],
-                start: Start = process.start) -> list[Row]:
-    """Measures every point that has no row yet, and returns the rows of this call.
+class Loop:
+    """Measures a run's points, for whoever holds the claim.
 
-    Raises:
-        EngineGoneError: the engine went away; the rows kept so far stay.
+    Args:
+        writer: whose events tell of the points.
+        step: the words before the load generator's own command: what puts it beside the engine.
+        port: where the engine listens on its node.
+        env: the load generator's variables.
+        start: starts a program; tests put a fake here.
     """
-    rows = []
-    for point in plan.points:
-        if not (run.points / point.name / "row.json").exists():
-            rows.append(measure(run, plan, point, serve_job=serve_job, port=port, env=env, start=start))
-            run.record("sweep", "point", point=point.name)
-    return rows
+
+    def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, step: Sequence[str], port: str,
+                 env: Mapping[str, str], start: Start = process.start) -> None:
+        self._run = run
+        self._plan = plan
+        self._claim = claim
+        self._writer: Writer = writer
+        self._step = step
+        self._port = port
+        self._env = env
+        self._start = start
+
+    def measure_all(self) -> None:
+        """Measures every point that has no row yet.
+
+        Raises:
+            EngineGoneError: the engine went away; the rows kept so far stay.
+            SupersededError: somebody else measures now.
+        """
+        for point in self._plan.points:
+            if not (self._run.points / point.name / "row.json").exists():
+                self._claim.check()
+                self.measure(point)
+
+    def measure(self, point: Point) -> Row:
+        """Measures one point and keeps its row.
+
+        Raises:
+            EngineGoneError: the engine went away; nothing is kept of this point but its log.
+            SupersededError: somebody else measures now, and this point is theirs.
+        """
+        folder = self._run.points / point.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / bench.RESULT).unlink(missing_ok=True)  # what a predecessor left of it is not this measurement
+        command = [*self._step, *bench.argv(self._plan, point, port=self._port, folder=folder)]
+        began = time.time()
+        limit = time.monotonic() + self._plan.limits.point_s
+        child = self._start(command, env=self._env, log=folder / "bench.log")
+        returncode = None
+        try:
+            while returncode is None and time.monotonic() < limit:
+                returncode = process.ended(child, TICK_S)
+                gone = serve_end(self._run)
+                if gone:
+                    raise EngineGoneError(f"the engine went away while {point.name} was measured: {gone}",
+                                          where=f"run {self._run.run_id}")
+                self._claim.check()
+        finally:
+            process.stop(child, STOP_GRACE_S)
+        window = [sample for sample in read_lines(self._run.samples, Sample) if began <= sample.time]
+        kept = bench.row(self._plan, point, bench=bench.result(folder), returncode=returncode, window=window)
+        if not kept.valid:
+            self._check_engine_outlived(point)
+        self._claim.check()
+        try:
+            write_once(folder / "row.json", msgspec.json.format(msgspec.json.encode(kept), indent=2))
+        except FileExistsError as error:
+            raise SupersededError(f"somebody else has kept {point.name}", where=f"run {self._run.run_id}") from error
+        self._run.record(self._writer, "point", point=point.name)
+        return kept
 
 
-def measure(run: RunDir, plan: Plan, point: Point, *, serve_job: str, port: str, env: Mapping[str, str],
-            start: Start = process.start) -> Row:
-    """Measures one point and keeps its row.
+    def _check_engine_outlived(self, point: Point) -> None:
+        """Raises EngineGoneError if the engine died under a point that went wrong: then it is not the point's fault.
 
-    Raises:
-        EngineGoneError: the engine went away; nothing is kept of this point but its log.
-    """
-    folder = run.points / point.name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    command = [*filled(plan.step_argv, serve_job=serve_job), *bench.argv(plan, point, port=port, folder=folder)]
-    began = time.time()
-    child = start(command, env=env, log=folder / "bench.log")
-    returncode = None
-    try:
-        while returncode is None and time.time() - began < plan.limits.point_s:
-            returncode = process.ended(child, TICK_S)
-            gone = serve_end(run)
+        A load generator notices at once that its engine has died, the watcher a little later. Two samples more are
+        the proof that the engine still answers.
+        """
+        before = len(read_lines(self._run.samples, Sample))
+        limit = time.monotonic() + PROOF_S
+        while time.monotonic() < limit and len(read_lines(self._run.samples, Sample)) < before + 2:
+            gone = serve_end(self._run)
             if gone:
-                raise EngineGoneError(f"the engine went away while {point.name} was measured: {gone}",
-                                      where=f"run {run.run_id}")
-    finally:
-        process.stop(child, STOP_GRACE_S)
-    window = [sample for sample in read_lines(run.samples, Sample) if began <= sample.time]
-    kept = bench.row(plan, point, bench=bench.result(folder), returncode=returncode, window=window)
-    write_whole(folder / "row.json", msgspec.json.format(msgspec.json.encode(kept), indent=2))
-    return kept
+                raise EngineGoneError(f"the engine went away under {point.name}: {gone}",
+                                      where=f"run {self._run.run_id}")
+            time.sleep(TICK_S)
+
+
+def clear(run: RunDir, client: EngineClient) -> None:
+    """Ends the load generators that a predecessor left on this node, and waits until the engine is free of them.
+
+    Raises:
+        ServeError: the engine still works on somebody's requests.
+    """
+    for generator in psutil.process_iter(["cmdline"]):
+        # This run's own, and nobody else's: the folder of its points stands in the command.
+        command = generator.info["cmdline"] or []
+        if "bench" in command and any(word.startswith(f"{run.points}/") for word in command):
+            with contextlib.suppress(psutil.Error):
+                generator.terminate()
+    limit = time.monotonic() + DRAIN_S
+    while time.monotonic() < limit:
+        with contextlib.suppress(EngineUnreachableError):
+            sample = client.sample()
+            if not sample.running and not sample.waiting:
+                return
+        time.sleep(TICK_S)
+    raise ServeError(f"the engine still works on earlier requests after {DRAIN_S:.0f} s", where=f"run {run.run_id}")

@@ -17,7 +17,7 @@ from isambard_serve import process
 from isambard_serve.errors import HostError
 from isambard_serve.plan import Plan
 from isambard_serve.records import Record
-from isambard_serve.run import RunDir, Runs, write_whole
+from isambard_serve.run import RunDir, Runs, read_record, write_whole
 
 _GPU_FIELDS = ("index", "name", "uuid", "pci.bus_id", "driver_version", "memory.total", "power.limit",
                "clocks.max.sm", "compute_mode")
@@ -79,7 +79,7 @@ def _cpus_allowed() -> str:
 
 def prepare(run: RunDir) -> None:
     """Fills the slots of the run: ``slots.sh`` and ``api.key`` for the script, ``node.json`` for the record."""
-    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    plan = read_record(run.plan, Plan)
     job_id = os.environ.get("SLURM_JOB_ID")
     run.record("serve", "started", job_id=job_id)
     if job_id:

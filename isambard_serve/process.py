@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -45,11 +47,23 @@ def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -
     return Completed(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
-def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts ``argv`` in a process group of its own, its output appended to ``log``."""
+def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, bound: bool = False) -> subprocess.Popen[bytes]:
+    """Starts ``argv`` in a process group of its own, its output appended to ``log``.
+
+    Args:
+        bound: the kernel ends it (TERM) when this thread dies, by whatever cause; on Linux only.
+    """
     with open(log, "ab") as output:
         return subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output,
-                                stderr=subprocess.STDOUT, process_group=0)
+                                stderr=subprocess.STDOUT, process_group=0,
+                                preexec_fn=_die_with_parent if bound and sys.platform == "linux" else None)
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def stop(child: subprocess.Popen[bytes], grace_s: float) -> int:

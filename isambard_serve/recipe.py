@@ -16,6 +16,9 @@ from isambard_serve.records import Record
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1)]
 
+END_MARGIN_S = 180
+"""How long before its time limit a serve job stops by itself, so that nothing is cut off half-written."""
+
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -35,6 +38,8 @@ class Resources(Record, frozen=True):
 
     ``time`` limits the job, ``load_time`` is how long the engine usually takes to be ready (the sweep is not
     due before), ``load_limit`` how long it may take. The job ends after ``idle_timeout`` without a request.
+    It measures by itself when no sweep has come ``sweep_grace`` after it was ready, or when the sweep's
+    heartbeat stands still for ``sweep_silence``.
     """
 
     gpus: Count
@@ -42,6 +47,8 @@ class Resources(Record, frozen=True):
     load_time: str = "0m"
     load_limit: str = "60m"
     idle_timeout: str = "15m"
+    sweep_grace: str = "2m"
+    sweep_silence: str = "60s"
 
 
 class Bench(Record, frozen=True):
@@ -147,10 +154,11 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     if not _NAME.fullmatch(recipe.name):
         raise UsageError(f"{recipe.name!r} cannot name a job", where=f"{where}: name",
                          remedy="use letters, digits, '.', '_' and '-'")
-    for key in ("time", "load_time", "load_limit", "idle_timeout"):
+    for key in ("time", "load_time", "load_limit", "idle_timeout", "sweep_grace", "sweep_silence"):
         seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
-    if seconds(recipe.resources.time, where) == 0:
-        raise UsageError("must be longer than nothing", where=f"{where}: resources.time")
+    if seconds(recipe.resources.time, where) <= END_MARGIN_S:
+        raise UsageError(f"must be longer than {END_MARGIN_S} s: so long before its end a job stops by itself",
+                         where=f"{where}: resources.time")
     seconds(recipe.bench.point_limit, f"{where}: bench.point_limit")
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):

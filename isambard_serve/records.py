@@ -27,7 +27,8 @@ State = Literal[
     "submitted", "started", "loading", "ready", "measuring", "stopping", "done", "failed", "cancelled", "unknown"
 ]
 
-Writer = Literal["submit", "serve", "sweep", "cancel"]
+Writer = Literal["submit", "serve", "sweep", "inside", "cancel"]
+"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, ``cancel``."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,11 +74,13 @@ class Row(Record, frozen=True):
 
     ``tok_s_per_user`` is 1000 / median TPOT in ms; ``node_hours`` and ``output_tok_per_node_hour`` cover the
     measured window alone. ``valid`` is true only if no rule refuted the row (``reasons``); ``unknown`` names the
-    rules that could not be judged.
+    rules that could not be judged. ``simulated``: the engine was, and no number is a measurement; its clock runs
+    ``time_scale`` times as fast as the wall's.
     """
 
     run_id: str
     recipe: str
+    simulated: bool
     concurrency: int
     repeat: int
     output_tok_s: float | None
@@ -101,7 +104,12 @@ class Row(Record, frozen=True):
 
 
 class Run(Record, frozen=True):
-    """A run as ``status`` and ``collect`` report it. ``node_hours`` is what its jobs have held so far."""
+    """A run as ``status`` and ``collect`` report it.
+
+    ``ladder`` is the run id of the ladder's first rung, if the run is one of several that were submitted together.
+    ``node_hours`` is what its jobs have held so far: by the site's accounting (``sacct``) once all have ended there,
+    else by the run's own ``clock``, which leaves out what lies before the first word and after the last.
+    """
 
     run_id: str
     recipe: str
@@ -112,6 +120,7 @@ class Run(Record, frozen=True):
     reason: str | None
     jobs: dict[str, str]
     node_hours: float | None
+    node_hours_by: Literal["sacct", "clock"]
     directory: str
     points_done: int
     points_planned: int
@@ -132,7 +141,7 @@ class Endpoint(Record, frozen=True):
 class SubmittedJob(Record, frozen=True):
     """One job's line in ``jobs.json``: written before its submission (no ``job_id``) and again after it."""
 
-    role: Literal["serve", "sweep"]
+    role: Literal["serve", "sweep", "controller"]
     job_id: str | None
     time: float
 

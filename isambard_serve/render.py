@@ -21,11 +21,11 @@ class _Ready(str):
 
 
 def quoted(value: object) -> _Ready:
-    """``value`` as one word of a shell, whatever it holds; a slot becomes a quoted shell variable."""
+    """``value`` as one word of a shell, whatever it holds; a slot becomes a quoted shell variable that must be set."""
     if isinstance(value, _Ready):
         return value
     if isinstance(value, Slot):
-        return _Ready((shlex.quote(value.before) if value.before else "") + f'"${{{value.slot}}}"')
+        return _Ready((shlex.quote(value.before) if value.before else "") + f'"${{{value.slot}:?}}"')
     return _Ready(shlex.quote(str(value)))
 
 

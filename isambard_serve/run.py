@@ -18,12 +18,36 @@ from typing import TypeVar
 
 import msgspec
 
-from isambard_serve.errors import UsageError
+from isambard_serve.errors import ServeError, UsageError
 from isambard_serve.records import Event, Jobs, Row, Writer
 
 T = TypeVar("T")
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}", re.ASCII)
+
+
+FILES = {
+    "recipe.lock.yaml": "the recipe, whole and resolved; itself a recipe that loads to the same",
+    "plan.json": "everything known before submission: every argument, variable, directive, point and limit",
+    "serve.sbatch": "the serve job's script, exactly as sent",
+    "sweep.sbatch": "the sweep job's script, exactly as sent",
+    "send.sh": "sends both by hand",
+    "jobs.json": "what was submitted, written before and after each submission",
+    "controller.log": "without Slurm: what the process that runs the rungs printed",
+    "serve.log": "what the serve job printed",
+    "submitit/": "submitit's own: the pickled sweep, its log and result",
+    "events/": "what happened, one file a writer: submit, serve, sweep, inside, cancel",
+    "claims/": "who measures: numbered claims (the highest holds) and their heartbeats",
+    "node.json": "where the engine runs: node, GPUs, limits, and the slots filled there",
+    "slots.sh": "the slots, for the script",
+    "api.key": "the key that the engine demands; never collected",
+    "endpoint.json": "where the engine answers, written once it is ready",
+    "samples.jsonl": "the engine's metrics, once a second",
+    "engine/": "the engine's log",
+    "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
+    "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log",
+}
+"""What lies in a run directory. A file that is not there (yet) has not happened."""
 
 
 def new_id(recipe: str, now: float | None = None) -> str:
@@ -59,20 +83,60 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
         raise
 
 
+def write_once(path: Path, content: str | bytes) -> None:
+    """Writes ``path``, whole or not at all, unless it exists; of several who try, one succeeds.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    write_whole(temporary, content)
+    try:
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()
+
+
 def append_line(path: Path, record: msgspec.Struct) -> None:
     """Appends ``record`` as one line of JSON in a single write, so that lines never mix."""
     with open(path, "ab", buffering=0) as file:
         file.write(msgspec.json.encode(record) + b"\n")
 
 
+def read_record(path: Path, kind: type[T]) -> T:
+    """The record in the file ``path``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ServeError: it does not hold such a record.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise ServeError(f"cannot be understood: {error}", where=str(path),
+                         remedy="it was damaged, or written by another version of isambard-serve") from error
+
+
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """The records in ``path`` (none when there is no such file); a torn last line is left out."""
+    """The records in ``path`` (none when there is no such file).
+
+    A last line without its end is still being written, or was torn. One before it that is no record was torn too
+    (a full disk cuts a line short, and the next one goes on behind it): both are left out.
+    """
+    records: list[T] = []
     with contextlib.suppress(FileNotFoundError):
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
         decoder = msgspec.json.Decoder(kind)
-        return [decoder.decode(line) for line in whole.splitlines() if line]
-    return []
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                records.append(decoder.decode(line))
+    return records
+
+
+class _Ladder(msgspec.Struct):
+    """What of a plan tells which runs belong together."""
+
+    ladder: tuple[str, ...] = ()
 
 
 class RunDir:
@@ -97,6 +161,8 @@ class RunDir:
         self.engine = path / "engine"
         self.engine_log = self.engine / "engine.log"
         self.points = path / "points"
+        self.claims = path / "claims"
+        self.used = path / "used.json"
 
     @property
     def run_id(self) -> str:
@@ -106,7 +172,8 @@ class RunDir:
     def log(self, which: str) -> Path:
         """The log of the ``engine``, or what the ``serve`` or ``sweep`` job printed."""
         if which == "sweep":
-            return self.submitit / f"{self.job_ids().get('sweep', '0')}_0_log.out"
+            logs = sorted(self.submitit.glob("*_0_log.out"), key=lambda path: path.stat().st_mtime)
+            return logs[-1] if logs else self.submitit / "0_0_log.out"
         return {"engine": self.engine_log, "serve": self.serve_log}[which]
 
     def create(self) -> None:
@@ -121,7 +188,7 @@ class RunDir:
         except FileExistsError as error:
             raise UsageError("this run exists already", where=str(self.path),
                              remedy="leave --run-id out, and each submission gets one of its own") from error
-        for folder in (self.submitit, self.events, self.engine, self.points):
+        for folder in (self.submitit, self.events, self.engine, self.points, self.claims):
             folder.mkdir(mode=0o700)
 
     def record(self, writer: Writer, event: str, *, reason: str | None = None, job_id: str | None = None,
@@ -130,7 +197,7 @@ class RunDir:
         append_line(self.events / f"{writer}.jsonl", Event(
             time=time.time(), writer=writer, event=event, reason=reason, job_id=job_id, point=point))
 
-    def read_events(self, writers: Iterable[Writer] = ("submit", "serve", "sweep", "cancel")) -> list[Event]:
+    def read_events(self, writers: Iterable[Writer] = ("submit", "serve", "sweep", "inside", "cancel")) -> list[Event]:
         """The events of ``writers``, by time."""
         events = [event for writer in writers for event in read_lines(self.events / f"{writer}.jsonl", Event)]
         return sorted(events, key=lambda event: event.time)
@@ -138,21 +205,27 @@ class RunDir:
     def read_jobs(self) -> Jobs:
         """What ``jobs.json`` says; nothing submitted when there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return msgspec.json.decode(self.jobs.read_bytes(), type=Jobs)
+            return read_record(self.jobs, Jobs)
         return Jobs()
+
+    def write_jobs(self, jobs: Jobs) -> None:
+        """Replaces ``jobs.json``."""
+        write_whole(self.jobs, msgspec.json.format(msgspec.json.encode(jobs), indent=2))
 
     def job_ids(self) -> dict[str, str]:
         """The run's job ids by role: those that were noted at submission, and those that the jobs wrote themselves.
 
         The latter also cover a submission that was cut off, and a run that was sent by hand.
         """
-        ids = {job.role: job.job_id for job in self.read_jobs().jobs if job.job_id}
-        written = {event.writer: event.job_id for event in self.read_events(["serve", "sweep"]) if event.job_id}
-        return {role: str(ids.get(role) or written[role]) for role in ("serve", "sweep") if role in ids | written}
+        ids: dict[str, str] = {job.role: job.job_id for job in self.read_jobs().jobs if job.job_id}
+        events = self.read_events(["serve", "sweep"])
+        written: dict[str, str] = {event.writer: event.job_id for event in events if event.job_id}
+        return {role: ids.get(role) or written[role] for role in ("serve", "sweep", "controller")
+                if role in ids or role in written}
 
     def read_rows(self) -> list[Row]:
         """The rows of all kept points, by concurrency and repeat."""
-        rows = [msgspec.json.decode(path.read_bytes(), type=Row) for path in self.points.glob("*/row.json")]
+        rows = [read_record(path, Row) for path in self.points.glob("*/row.json")]
         return sorted(rows, key=lambda row: (row.concurrency, row.repeat))
 
 
@@ -174,14 +247,16 @@ class Runs:
         write_whole(index / f"{self.site}-{job_id}", run_id)
 
     def find(self, name: str) -> RunDir:
-        """The run that ``name`` names: a run id, any job id of the run, or the path of a run directory.
+        """The run that ``name`` names: a run id, any job id of the run, its directory's path, or ``latest``.
 
         Raises:
             UsageError: there is no such run.
         """
-        if "/" in name:
+        if name == "latest":
+            path = next((run.path for run in self.newest(1)), self.folder / name)
+        elif "/" in name:
             path = Path(name).resolve()
-        elif name.isdigit():
+        elif name.isdigit() or name.startswith("local-"):
             entry = self.folder / ".jobs" / f"{self.site}-{name}"
             if not entry.is_file():
                 raise UsageError(f"no run has the job {name}", where=str(self.folder),
@@ -192,6 +267,12 @@ class Runs:
         if not (path / "plan.json").is_file():
             raise UsageError(f"no run {name!r}", where=str(path.parent), remedy="isambard-serve status lists the runs")
         return RunDir(path)
+
+    def ladder(self, name: str) -> list[RunDir]:
+        """All rungs of the ladder that the run ``name`` belongs to, in order; the run alone if it does not."""
+        run = self.find(name)
+        rungs = read_record(run.plan, _Ladder).ladder
+        return [RunDir(run.path.parent / run_id) for run_id in rungs] or [run]
 
     def newest(self, count: int) -> list[RunDir]:
         """The ``count`` newest runs, newest first: one listing of one folder."""

@@ -28,10 +28,11 @@ class Container(Record, frozen=True):
     """How the engine's container is run.
 
     ``runtime`` ``none`` starts ``command`` on the node itself; ``apptainer`` runs the recipe's image, whose SIF
-    lies in ``images_dir``, with ``args`` (and ``binds``: host folders seen under the same path inside).
+    lies in ``images_dir``, with ``args`` (and ``binds``: host folders seen under the same path inside);
+    ``simulated`` starts the package's own simulated engine, with ``args``.
     """
 
-    runtime: Literal["none", "apptainer"]
+    runtime: Literal["none", "apptainer", "simulated"]
     command: tuple[str, ...] = ("vllm",)
     images_dir: str | None = None
     args: tuple[str, ...] = ()
@@ -61,18 +62,21 @@ class Site(Record, frozen=True):
 
     ``detect`` is a path that exists only there. ``example`` gives values to variables where the site is only
     looked at from afar (``plan``, ``render``). ``poll_interval_s`` is the fastest that Slurm may be asked.
+    ``scheduler`` ``local`` runs jobs as processes of this machine, one rung after another. ``placement`` says who
+    measures: ``dependent`` a job of its own, ``inside`` the serve job itself.
     ``export`` names the variables of the submitting shell that jobs see; ``unset`` those a job drops.
     """
 
     name: str
     description: str
-    scheduler: Literal["slurm"]
+    scheduler: Literal["slurm", "local"]
     node: Node
     runs_dir: str
     container: Container
     sweep: Sweep
     partition: str | None = None
     detect: str | None = None
+    placement: Literal["dependent", "inside"] = "dependent"
     poll_interval_s: float = 60.0
     open_files: int = 65536
     directives: Directives = Directives()

@@ -43,6 +43,13 @@ class JobState(Record, frozen=True):
         return self.state in ENDED
 
 
+class Use(Record, frozen=True):
+    """What the accounting says that an ended job has held: GPUs, and for how many seconds."""
+
+    gpus: int
+    elapsed_s: int
+
+
 class _Answer(Record, frozen=True):
     time: float
     states: dict[str, JobState]
@@ -106,8 +113,22 @@ class Slurm:
         if refused:
             raise HostError(f"scancel failed for {'; '.join(refused)}")
 
+    def cancel_named(self, name: str) -> None:
+        """Cancels the user's jobs called ``name``: one whose id was never heard, because the answer was lost."""
+        self._call("scancel", "--me", f"--name={name}")
+
+    def depend(self, job_id: str, dependency: str) -> None:
+        """Gives a pending job another dependency.
+
+        Slurm refuses one that names a job it has forgotten; no error, since what it has forgotten has ended.
+        """
+        self._call("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
+
     def states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
-        """What Slurm says of ``job_ids``. A job that it no longer knows (or an outage) is left out: not an end."""
+        """What Slurm says of ``job_ids``, and of the user's other jobs that it names beside them.
+
+        A job that it no longer knows is left out, and so are all in an outage: that is no end.
+        """
         found: dict[str, JobState] = {}
         wanted = sorted(set(job_ids))
         if not wanted:
@@ -116,7 +137,7 @@ class Slurm:
         with contextlib.suppress(HostError):
             done = self._call("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r")
             if done.returncode == 0:
-                found = {job_id: state for job_id, state in parse_states(done.stdout).items() if job_id in wanted}
+                found = parse_states(done.stdout)
         missing = [job_id for job_id in wanted if job_id not in found]
         if missing:
             with contextlib.suppress(HostError):
@@ -124,6 +145,14 @@ class Slurm:
                 if done.returncode == 0:
                     found |= parse_states(done.stdout)
         return found
+
+    def used(self, job_ids: Iterable[str]) -> dict[str, Use]:
+        """What ended jobs have held, by the accounting. Jobs that still run, and all in an outage, are left out."""
+        with contextlib.suppress(HostError):
+            done = self._call("sacct", "-nPX", "-j", ",".join(job_ids), "--format=JobID,State,ElapsedRaw,AllocTRES")
+            if done.returncode == 0:
+                return parse_used(done.stdout)
+        return {}
 
     def end_time(self, job_id: str) -> float | None:
         """When the job must end at the latest (seconds since the epoch); None if Slurm does not say."""
@@ -142,6 +171,17 @@ def parse_states(text: str) -> dict[str, JobState]:
             # sacct writes "CANCELLED by 1000"; squeue's reason "None" is no reason.
             states[job_id] = JobState(state=state.split()[0], reason=reason if reason not in ("", "None") else None)
     return states
+
+
+def parse_used(text: str) -> dict[str, Use]:
+    """The ended jobs in lines of ``id|state|seconds|TRES`` as sacct prints them, by job id."""
+    used = {}
+    for line in text.splitlines():
+        job_id, state, elapsed_s, tres = [*line.strip().split("|"), "", "", ""][:4]
+        gpus = re.search(r"\bgres/gpu=(\d+)", tres)
+        if job_id.isdigit() and elapsed_s.isdigit() and state.split(" ")[0] in ENDED:
+            used[job_id] = Use(gpus=int(gpus[1]) if gpus else 0, elapsed_s=int(elapsed_s))
+    return used
 
 
 def parse_end_time(text: str) -> float | None:

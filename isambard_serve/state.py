@@ -34,25 +34,31 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
         # The first failure is the cause; what follows is its consequence. A cancellation asked for explains all.
         first = min(ends, key=lambda event: (event.event != "cancelled", event.time))
         return cast(State, first.event), first.reason
-    if answer and answer.ended:
+    if serve and answer and answer.ended:
+        teller = "" if serve.startswith("local-") else "Slurm: "
         if answer.state == "CANCELLED":
-            return "cancelled", "Slurm: the serve job was cancelled"
+            return "cancelled", f"{teller}the serve job was cancelled"
         if answer.state == "COMPLETED":
-            return "failed", "Slurm: the serve job ended before the run said that it was done"
-        return "failed", f"Slurm: {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
+            return "failed", f"{teller}the serve job ended before the run said that it was done"
+        return "failed", f"{teller}{answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
     reached: State = "submitted"
     for event in own:
         if STATES.index(event.event) > STATES.index(reached):
             reached = cast(State, event.event)
     if reached == "submitted":
-        return _submitted(jobs, serve, answer)
+        return _submitted(jobs, serve, slurm)
     if answer is None and silence_s is not None and silence_s > SILENCE_S:
         return "unknown", f"last was {reached}; no sign of life for {silence_s:.0f} s, and Slurm does not say"
     return reached, _cut_off(jobs)
 
 
-def _submitted(jobs: Jobs, serve: str | None, answer: JobState | None) -> tuple[State, str | None]:
+def _submitted(jobs: Jobs, serve: str | None, slurm: Mapping[str, JobState]) -> tuple[State, str | None]:
+    controller = next((job.job_id for job in jobs.jobs if job.role == "controller"), None)
+    if controller and serve is None:
+        gone = controller in slurm and slurm[controller].ended
+        return ("failed", "the process that was to run it has ended") if gone else ("submitted", "waits for its turn")
+    answer = slurm.get(serve) if serve else None
     if serve is None:
         if jobs.jobs:
             return "unknown", "the submission was cut off before Slurm's answer was noted: look for it with squeue"

@@ -11,41 +11,56 @@ import msgspec
 
 from isambard_serve import slurm as slurm_module
 from isambard_serve import state
+from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.records import Run
-from isambard_serve.run import RunDir
-from isambard_serve.slurm import JobState, Slurm
+from isambard_serve.run import RunDir, read_record, write_whole
+from isambard_serve.slurm import JobState, Slurm, Use
 
 ENDS = ("done", "failed", "cancelled")
+
+UNKNOWN_S = 600.0
+"""How long to wait for an unknown state to become known again."""
 
 
 def read(run: RunDir, slurm: Slurm | None = None) -> Run:
     """The run as it stands.
 
     Args:
-        slurm: asked about jobs whose files do not say that the run has ended; None asks nobody.
+        slurm: asked about jobs whose files do not say that the run has ended; None asks nobody. Jobs that are
+            processes of this machine are looked for in any case.
     """
-    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    plan = read_record(run.plan, Plan)
     events = run.read_events()
     jobs = run.read_jobs()
     ids = run.job_ids()
     silence_s = _silence_s(run)
     answers: dict[str, JobState] = {}
     now, reason = state.fold(events, jobs, answers, None)
-    if now not in ENDS and slurm is not None and ids:
-        cache = run.path.parent / ".jobs" / "slurm.json"
-        answers = slurm_module.states_within_limit(slurm, ids.values(), cache, plan.poll_interval_s)
+    if now not in ENDS and ids and (slurm or plan.scheduler == "local"):
+        if slurm:
+            cache = run.path.parent / ".jobs" / "slurm.json"
+            answers = slurm_module.states_within_limit(slurm, ids.values(), cache, plan.poll_interval_s)
+        else:
+            answers = Local().states(ids.values())
+            # A process may have said its last word and ended since.
+            events = run.read_events()
         now, reason = state.fold(events, jobs, answers, silence_s)
+    used = _used(run, plan, slurm, ids) if now in ENDS and plan.scheduler == "slurm" else {}
+    node_hours = _node_hours(run, plan, ended=now in ENDS)
+    if used:
+        node_hours = round(sum(use.gpus * use.elapsed_s for use in used.values()) / 3600 / plan.node_gpus, 6)
     return Run(
         run_id=run.run_id,
         recipe=plan.recipe,
-        ladder=None,
+        ladder=plan.ladder[0] if plan.ladder else None,
         site=plan.site,
         simulated=plan.simulated,
         state=now,
         reason=reason,
         jobs=ids,
-        node_hours=_node_hours(run, plan, ended=now in ENDS),
+        node_hours=node_hours,
+        node_hours_by="sacct" if used else "clock",
         directory=str(run.path),
         points_done=sum(1 for _ in run.points.glob("*/row.json")),
         points_planned=len(plan.points),
@@ -59,6 +74,25 @@ def _silence_s(run: RunDir) -> float | None:
         with contextlib.suppress(OSError):
             newest = max(newest, path.stat().st_mtime)
     return time.time() - newest if newest else None
+
+
+def _used(run: RunDir, plan: Plan, slurm: Slurm | None, ids: dict[str, str]) -> dict[str, Use]:
+    """What the run's jobs have held, by the accounting; empty until it knows that all have ended.
+
+    What it says once is kept in the run directory, and it is asked no oftener than the site allows.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return read_record(run.used, dict[str, Use])
+    asked = run.path.parent / ".jobs" / "sacct-asked"
+    if slurm is None or not ids or (asked.exists() and 0 <= time.time() - asked.stat().st_mtime < plan.poll_interval_s):
+        return {}
+    asked.parent.mkdir(mode=0o700, exist_ok=True)
+    asked.touch(mode=0o600)
+    used = slurm.used(ids.values())
+    if not set(ids.values()) <= used.keys():
+        return {}
+    write_whole(run.used, msgspec.json.encode(used))
+    return used
 
 
 def _node_hours(run: RunDir, plan: Plan, *, ended: bool) -> float | None:
@@ -86,14 +120,20 @@ def follow(path: Path, run: RunDir, slurm: Slurm | None, tick_s: float = 0.5) ->
 
 
 def wait(run: RunDir, slurm: Slurm | None, changed: Callable[[Run], None], tick_s: float = 1.0) -> Run:
-    """Waits until the run has ended and returns it; ``changed`` is told of each new state and point."""
+    """Waits until the run has ended and returns it; ``changed`` is told of each new state and point.
+
+    An unknown state may become known again, when Slurm is back; it is waited for, but not for ever.
+    """
     last: tuple[object, ...] = ()
+    known = time.monotonic()
     while True:
         now = read(run, slurm)
-        seen = (now.state, now.reason, now.points_done)
+        seen = (now.state, now.reason if now.state in ENDS else None, now.points_done)
         if seen != last:
             changed(now)
             last = seen
-        if now.state in ENDS:
+        if now.state != "unknown":
+            known = time.monotonic()
+        if now.state in ENDS or time.monotonic() - known > UNKNOWN_S:
             return now
         time.sleep(tick_s)

@@ -1,77 +1,152 @@
-"""The sweep's job, run by submitit: waits until the engine is ready, measures all points, and says so."""
+"""The sweep: waits until the engine is ready, claims the points, measures them all, and says so.
+
+As a job of its own it is run by submitit (:func:`sweep`). Inside the serve job the watcher starts it
+(``python -m isambard_serve.sweep RUN_DIR OVER``), from the beginning or to take over from a sweep that is gone.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from isambard_serve import points, slurm
+from isambard_serve.claim import Claim, SupersededError, newest
+from isambard_serve.engine import EngineClient
 from isambard_serve.errors import NotReadyError, ServeError
-from isambard_serve.plan import Plan
-from isambard_serve.records import Endpoint
-from isambard_serve.run import RunDir
+from isambard_serve.local import Local
+from isambard_serve.plan import Plan, filled
+from isambard_serve.records import Endpoint, Writer
+from isambard_serve.run import RunDir, read_record
 
 TICK_S = 1.0
 START_GRACE_S = 60.0
 """How much longer than the serve job's own watcher the sweep waits, and how seldom it asks Slurm at the most."""
 
 
-def sweep(run_dir: str) -> int:
-    """Measures all points of the run in ``run_dir``; returns how many rows are valid. submitit calls this.
+def sweep(run_dir: str) -> None:
+    """Measures all points of the run in ``run_dir``, in a job of its own. submitit calls this.
 
     Raises:
         ServeError: the engine never became ready, went away, or no point left a result.
     """
-    run = RunDir(Path(run_dir))
-    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    run, plan = _opened(run_dir)
     run.record("sweep", "waiting", job_id=os.environ.get("SLURM_JOB_ID"))
     try:
         endpoint = _ready(run, plan)
-        run.record("sweep", "measuring")
-        port = endpoint.url.rpartition(":")[2]
-        points.measure_all(run, plan, serve_job=endpoint.job_id or "", port=port, env=_step_environment(run, plan))
-        rows = run.read_rows()
-        valid = sum(row.valid for row in rows)
-        if all(row.output_tok_s is None for row in rows):
-            raise ServeError(f"no point left a result; the first says why: {run.points}/*/bench.log")
-    except points.EngineGoneError as error:
-        # The serve job has said why; this is only its consequence.
+        if newest(run):
+            raise SupersededError("somebody else measures", where=f"run {run.run_id}")
+        claim = Claim.take(run, "sweep", os.environ.get("SLURM_JOB_ID"), over=0)
+    except SupersededError as error:
         run.record("sweep", "left", reason=error.what)
-        raise
+        return
     except Exception as error:
-        run.record("sweep", "failed", reason=f"the sweep: {error}")
+        _give_up(run, "sweep", error)
         raise
-    run.record("sweep", "finished", reason=f"{len(rows)} points measured, {valid} valid")
-    return valid
+    _measure(run, plan, claim, "sweep", filled(plan.step_argv, serve_job=endpoint.job_id or ""), endpoint)
+
+
+def inside(run_dir: str, over: int) -> None:
+    """Measures what is left of the run's points, as a part of the serve job, taking over from claim ``over``.
+
+    Raises:
+        ServeError: the engine went away, or no point left a result.
+    """
+    run, plan = _opened(run_dir)
+    endpoint = read_record(run.endpoint, Endpoint)
+    try:
+        claim = Claim.take(run, "inside", os.environ.get("SLURM_JOB_ID"), over=over)
+        if over:
+            points.clear(run, EngineClient(endpoint.url, run.key.read_text()))
+    except SupersededError as error:
+        # The predecessor was not gone after all.
+        run.record("inside", "left", reason=error.what)
+        return
+    except Exception as error:
+        _give_up(run, "inside", error)
+        raise
+    _measure(run, plan, claim, "inside", [], endpoint)
+
+
+def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequence[str], endpoint: Endpoint) -> None:
+    loop = points.Loop(run, plan, claim, writer=writer, step=step, port=endpoint.url.rpartition(":")[2],
+                       env=_generator_environment(run, plan))
+    try:
+        with claim.beating():
+            run.record(writer, "measuring", job_id=os.environ.get("SLURM_JOB_ID"))
+            loop.measure_all()
+            claim.check()
+        rows = run.read_rows()
+        if all(row.output_tok_s is None for row in rows):
+            raise ServeError(f"no point left a result; the logs say why: {run.points}/*/bench.log")
+    except SupersededError as error:
+        run.record(writer, "left", reason=error.what)
+    except Exception as error:
+        _give_up(run, writer, error)
+        raise
+    else:
+        run.record(writer, "finished", reason=f"{len(rows)} points measured, {sum(row.valid for row in rows)} valid")
+
+
+def _opened(run_dir: str) -> tuple[RunDir, Plan]:
+    run = RunDir(Path(run_dir))
+    return run, read_record(run.plan, Plan)
+
+
+def _give_up(run: RunDir, writer: Writer, error: Exception) -> None:
+    if isinstance(error, points.EngineGoneError):
+        # The serve job says why; this is only its consequence.
+        run.record(writer, "left", reason=error.what)
+    else:
+        run.record(writer, "failed", reason=f"the sweep: {error}")
 
 
 def _ready(run: RunDir, plan: Plan) -> Endpoint:
     """The engine's endpoint once it is ready. Its dependency alone proves nothing: a cancelled job satisfies it."""
     began = time.monotonic()
-    serve_job = run.job_ids().get("serve", "")
     asked: float | None = None
-    while not run.endpoint.exists():
+    while True:
+        # Also when it was ready once: a late sweep finds an engine that has gone since.
         gone = points.serve_end(run)
         if gone:
-            raise points.EngineGoneError(f"the engine never became ready: {gone}", where=f"run {run.run_id}")
+            raise points.EngineGoneError(f"the engine is not there any more: {gone}", where=f"run {run.run_id}")
+        if run.endpoint.exists():
+            return read_record(run.endpoint, Endpoint)
         now = time.monotonic()
         if now - began > plan.limits.load_s + START_GRACE_S:
             raise NotReadyError(f"the engine was not ready within {plan.limits.load_s} s (load_limit)",
                                 where=f"run {run.run_id}")
         if asked is None or now - asked > max(plan.poll_interval_s, START_GRACE_S):
             asked = now
-            answer = slurm.Slurm(slurm.stripped(os.environ)).states([serve_job]).get(serve_job)
-            if answer and answer.ended:
-                raise points.EngineGoneError(f"the serve job ended before the engine was ready: {answer.state}",
-                                             where=f"run {run.run_id}")
+            _check_serve_job(run, plan)
         time.sleep(TICK_S)
-    return msgspec.json.decode(run.endpoint.read_bytes(), type=Endpoint)
 
 
-def _step_environment(run: RunDir, plan: Plan) -> dict[str, str]:
-    """What the load generator's step gets: this job's variables without Slurm's, the engine's, and the key."""
+def _check_serve_job(run: RunDir, plan: Plan) -> None:
+    """Raises EngineGoneError if the serve job has ended."""
+    serve_job = run.job_ids().get("serve", "")
+    jobs = Local() if plan.scheduler == "local" else slurm.Slurm(slurm.stripped(os.environ))
+    answer = jobs.states([serve_job]).get(serve_job)
+    if answer and answer.ended:
+        raise points.EngineGoneError(f"the serve job ended before the engine was ready: {answer.state}",
+                                     where=f"run {run.run_id}")
+
+
+def _generator_environment(run: RunDir, plan: Plan) -> dict[str, str]:
+    """What the load generator gets: this job's variables without Slurm's, the engine's, and the key."""
     env = {name: value for name, value in slurm.stripped(os.environ).items() if name not in plan.unset}
     return env | plan.environment | {"OPENAI_API_KEY": run.key.read_text()}
+
+
+def main() -> None:
+    """``python -m isambard_serve.sweep RUN_DIR OVER``."""
+    # Asked to end, it ends its load generator too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    inside(sys.argv[1], int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

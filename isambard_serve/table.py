@@ -18,6 +18,7 @@ _SHOWN = {
     "repeat": "repeat",
     "output_tok_s": "output tok/s",
     "output_tok_s_per_gpu": "per GPU",
+    "ratio": "ratio",
     "tok_s_per_user": "tok/s/user",
     "median_ttft_ms": "TTFT ms",
     "median_tpot_ms": "TPOT ms",
@@ -41,13 +42,29 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return table
 
 
+def compared(groups: Sequence[Sequence[Row]]) -> list[Row]:
+    """All rows of ``groups``, each with its throughput's ratio to the best valid row of the first group.
+
+    The ratio is None for a single group, and where the first has no valid row.
+    """
+    best = max((row.output_tok_s or 0 for row in groups[0] if row.valid), default=0.0) if len(groups) > 1 else 0.0
+    return [
+        msgspec.structs.replace(row, ratio=row.output_tok_s / best if best and row.output_tok_s is not None else None)
+        for rows in groups
+        for row in rows
+    ]
+
+
 def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
     """The table for the terminal. A row that may be wrong says why, and so does a run that did not end well."""
     lines = []
+    if any(run.simulated for run in runs):
+        lines.append("SIMULATED: these numbers come from a model of the engine. Nothing was measured.")
     if rows:
         shown = frame(rows)
         shown["valid"] = [_verdict(row) for row in rows]
-        shown = shown[list(_SHOWN)].rename(columns=_SHOWN)
+        alone = shown["ratio"].isna().all()
+        shown = shown[[name for name in _SHOWN if not (alone and name == "ratio")]].rename(columns=_SHOWN)
         lines.append(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:,.2f}"))
     return "\n".join([*lines, *(f"{run.run_id}: {progress(run)}" for run in runs)])
 

@@ -1,7 +1,8 @@
 """On the node, beside the engine: starts it, says when it is ready, samples it, and decides when it ends.
 
 The watcher holds the serve job. It ends the engine, and with it the job, as soon as the sweep has finished or
-given up, the engine dies, nobody asks for anything, Slurm asks, or the job's time is nearly up.
+given up, the engine dies, nobody asks for anything, Slurm asks, or the job's time is nearly up. If the sweep does
+not come, or its heartbeat stops, the rest is measured from inside this job: GPUs never wait for a load generator.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import msgspec
 import psutil
 
 from isambard_serve import process, slurm
+from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
+from isambard_serve.errors import HostError
 from isambard_serve.plan import Plan
+from isambard_serve.recipe import END_MARGIN_S
 from isambard_serve.records import Endpoint, Sample
-from isambard_serve.run import RunDir, append_line, write_whole
+from isambard_serve.run import RunDir, append_line, read_record, write_whole
 
 TICK_S = 0.5
 SAMPLE_S = 1.0
+SIMULATED_SAMPLE_S = 0.1
+"""A simulated second is much shorter than a real one."""
 STOP_GRACE_S = 20.0
-DEADLINE_MARGIN_S = 180.0
-"""How long before its time limit the job stops by itself, so that nothing is cut off half-written."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Watcher:
     """Watches one engine from its start to its end."""
 
     def __init__(self, run: RunDir, plan: Plan, client: EngineClient, child: subprocess.Popen[bytes],
-                 terminated: threading.Event, deadline: float | None) -> None:
+                 terminated: threading.Event, deadline: float) -> None:
         self._run = run
         self._plan = plan
         self._client = client
@@ -97,6 +101,8 @@ class Watcher:
         self._ready = threading.Event()
         self._activity = Activity(time.monotonic())
         self._processes: dict[str, psutil.Process] = {}
+        self._vigil: Vigil | None = None
+        self._inside: subprocess.Popen[bytes] | None = None
 
     def watch(self) -> End:
         """Watches until there is a reason to end, and returns it."""
@@ -112,6 +118,8 @@ class Watcher:
                 self._terminated.wait(TICK_S)
         finally:
             self._over.set()
+            if self._inside:
+                process.stop(self._inside, STOP_GRACE_S)
 
     def _reason_to_end(self, began: float) -> End | None:
         if self._terminated.is_set():
@@ -124,18 +132,47 @@ class Watcher:
             if self._terminated.wait(TICK_S):
                 return self._reason_to_end(began)
             return End("failed", died)
-        for event in reversed(self._run.read_events(["sweep"])):
+        swept = self._sweep_end()
+        if swept:
+            return swept
+        if not ready and now - began > self._plan.limits.load_s:
+            return End("failed", f"the engine was not ready within {self._plan.limits.load_s} s (load_limit)")
+        if ready:
+            self._see_to_the_sweep()
+        if ready and self._activity.idle_s(now) > self._plan.limits.idle_s:
+            return End("failed", f"no request for {self._plan.limits.idle_s} s (idle_timeout): nobody measures")
+        if time.time() > self._deadline - END_MARGIN_S:
+            return End("failed", f"the job's time limit is {END_MARGIN_S} s away, with points still to do")
+        return None
+
+    def _sweep_end(self) -> End | None:
+        """Whether whoever measures has finished or given up."""
+        for event in reversed(self._run.read_events(["sweep", "inside"])):
             if event.event == "finished":
                 return End("done", event.reason or "all points are measured")
             if event.event == "failed":
                 return End("stopping", "the sweep gave up")
-        if not ready and now - began > self._plan.limits.load_s:
-            return End("failed", f"the engine was not ready within {self._plan.limits.load_s} s (load_limit)")
-        if ready and self._activity.idle_s(now) > self._plan.limits.idle_s:
-            return End("failed", f"no request for {self._plan.limits.idle_s} s (idle_timeout): nobody measures")
-        if self._deadline and time.time() > self._deadline - DEADLINE_MARGIN_S:
-            return End("failed", f"the job's time limit is {DEADLINE_MARGIN_S:.0f} s away, with points still to do")
+        if self._inside and self._inside.poll() is not None:
+            # It may have written its last word between the two looks.
+            words = [event.event for event in self._run.read_events(["inside"])]
+            if words and words[-1] == "left":
+                self._inside = None  # somebody else measures after all: watch over them again
+            elif not words or words[-1] not in ("finished", "failed"):
+                return End("failed", f"measuring inside the serve job ended with {self._inside.returncode}")
         return None
+
+    def _see_to_the_sweep(self) -> None:
+        """Measures from inside this job if the plan says so, or if nobody else does."""
+        if self._inside:
+            return
+        if self._vigil is None:
+            limits = self._plan.limits
+            self._vigil = Vigil(self._run, grace_s=limits.grace_s, silence_s=limits.silence_s)
+        reason = "as planned" if self._plan.placement == "inside" else self._vigil.reason_to_take_over()
+        if reason:
+            self._run.record("serve", "note", reason=f"measuring from inside the serve job: {reason}")
+            command = [sys.executable, "-m", "isambard_serve.sweep", str(self._run.path), str(newest(self._run))]
+            self._inside = process.start(command, env=os.environ, log=self._run.serve_log, bound=True)
 
     def _death(self, ready: bool) -> str | None:
         """What of the engine has died, if anything has. Its exit code is told, never believed (it is 0 at times)."""
@@ -170,27 +207,39 @@ class Watcher:
 
     def _sample(self) -> None:
         """One sample a second into ``samples.jsonl``, from the moment that the engine is ready."""
+        interval_s = SIMULATED_SAMPLE_S if self._plan.simulated else SAMPLE_S
         self._ready.wait()
         while not self._over.is_set():
             began = time.monotonic()
             with contextlib.suppress(EngineUnreachableError, ValueError):
                 sample = self._client.sample()
                 self._activity.note(sample, time.monotonic())
-                append_line(self._run.samples, sample)
-            self._over.wait(max(0.0, SAMPLE_S - (time.monotonic() - began)))
+                with contextlib.suppress(OSError):  # a full disk ends no run by itself
+                    append_line(self._run.samples, sample)
+            self._over.wait(max(0.0, interval_s - (time.monotonic() - began)))
+
+
+def _dismiss_sweep(run: RunDir) -> None:
+    """Cancels a sweep that has not come yet: it would hold a GPU to find that there is nothing to measure."""
+    job = run.job_ids().get("sweep")
+    if job and os.environ.get("SLURM_JOB_ID") and not run.read_events(["sweep"]):
+        with contextlib.suppress(HostError):
+            slurm.Slurm(os.environ).cancel([job])
 
 
 def serve(run: RunDir, argv: list[str]) -> int:
     """Starts the engine ``argv``, watches it, ends it, and returns the job's exit code."""
-    plan = msgspec.json.decode(run.plan.read_bytes(), type=Plan)
+    plan = read_record(run.plan, Plan)
     port = next(line.partition("=")[2] for line in run.slots.read_text().splitlines() if line.startswith("port="))
     job_id = os.environ.get("SLURM_JOB_ID")
+    # Slurm's own word, since a job may be given less than it asked for, or more.
     deadline = slurm.Slurm(os.environ).end_time(job_id) if job_id else None
+    deadline = deadline or time.time() + plan.limits.time_s
     client = EngineClient(f"http://127.0.0.1:{port}", run.key.read_text())
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
-        child = process.start(argv, env=os.environ, log=run.engine_log)
+        child = process.start(argv, env=os.environ, log=run.engine_log, bound=True)
     except OSError as error:
         run.record("serve", "failed", reason=f"the engine could not be started: {error}", job_id=job_id)
         return 1
@@ -203,6 +252,7 @@ def serve(run: RunDir, argv: list[str]) -> int:
         else:
             # Said at once: whoever waits shall not wait for the engine's own end.
             run.record("serve", end.event, reason=end.reason, job_id=job_id)
+        _dismiss_sweep(run)
     finally:
         process.stop(child, STOP_GRACE_S)
     if end.event == "done":

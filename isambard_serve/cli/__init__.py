@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from isambard_serve import __version__
-from isambard_serve.cli import collect, recipes, status, submit
+from isambard_serve.cli import collect, completion, recipes, status, submit
 from isambard_serve.errors import ServeError
 
 
@@ -34,7 +34,7 @@ def main() -> None:
 
     A RECIPE says what to serve and how to measure it; a site says what the cluster is made of. `submit` turns
     the two into a run: a job that holds the GPUs and serves, and a job that measures it. A run is named by its
-    run id or by any of its job ids.
+    run id, by any of its job ids, or by `latest`.
 
     \b
     isambard-serve recipes                     what there is to run
@@ -46,6 +46,6 @@ def main() -> None:
     """
 
 
-for _command in (recipes.recipes, recipes.show, recipes.plan, recipes.render, submit.submit, submit.cancel,
-                 status.status, status.logs, collect.collect):
+for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
+                 submit.cancel, status.status, status.logs, collect.collect, completion.completion):
     main.add_command(_command)

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 @options.site
 @click.option("-o", "--output", metavar="DIR", default="results", show_default=True,
               help="The folder in which each run gets a folder of its own, named by its run id.")
+@click.option("--ladder", "whole_ladder", is_flag=True, help="Bring all rungs that were submitted together.")
 @options.as_json
-def collect(names: tuple[str, ...], site_name: str | None, output: str, as_json: bool) -> None:
+def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_ladder: bool, as_json: bool) -> None:
     """Bring a run's evidence here and show its table, while it runs or after.
 
     Every file of the run is copied (but for keys); what is here already is left alone. results.csv and
-    results.json hold the rows.
+    results.json hold the rows. Several runs are shown in one table, compared with the first.
     """
     from pathlib import Path
 
@@ -34,8 +35,9 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, as_json:
     site = options.choose_site(site_name)
     runs = options.open_runs(site)
     slurm = options.open_slurm(site)
-    found, rows = [], []
-    for directory in [runs.find(name) for name in names]:
+    found: list[Run] = []
+    groups: list[list[Row]] = []
+    for directory in [rung for name in names for rung in (runs.ladder(name) if whole_ladder else [runs.find(name)])]:
         # The state first: what it says has then been copied too.
         run = statuses.read(directory, slurm)
         copied = collecting.collect(directory, Path(output) / run.run_id)
@@ -46,7 +48,8 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, as_json:
         write_whole(here.path / "results.json", document, mode=0o644)
         write_whole(here.path / "results.csv", table.frame(own).to_csv(index=False), mode=0o644)
         found.append(run)
-        rows += own
+        groups.append(own)
+    rows = table.compared(groups)
     click.echo(_document(found, rows) if as_json else table.text(found, rows))
 
 

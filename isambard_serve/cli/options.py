@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,17 @@ assignments = click.option("--set", "assignments", metavar="KEY.PATH=VALUE", mul
                                 "null removes it. May be given several times.")
 time_limit = click.option("--time", "time_limit", metavar="TIME",
                           help="The serve job's time limit, such as 90m or 4h, instead of the recipe's.")
+placement = click.option("--placement", type=click.Choice(["dependent", "inside"]),
+                         help="Who measures: a job of its own that depends on the serve job, or the serve job itself. "
+                              "Otherwise as the site says.")
 run = click.argument("name", metavar="JOBID")
+
+
+def recipe_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The recipes that begin with ``incomplete``, for a shell's completion."""
+    from isambard_serve import recipe
+
+    return [name for name in recipe.names() if name.startswith(incomplete)]
 
 
 def say(text: str) -> None:
@@ -46,29 +56,44 @@ def load_recipe(name: str, assignments: tuple[str, ...], time_limit: str | None)
     return loaded
 
 
-def choose_site(name: str | None, *, from_afar: bool = False) -> Site:
+def choose_site(name: str | None, *, from_afar: bool = False, placement: Any = None) -> Site:
     """The site with its variables filled in; values that are only examples are named."""
+    import msgspec
+
     from isambard_serve import site
 
     chosen, assumed = site.resolved(site.choose(name), os.environ, from_afar=from_afar)
     if assumed:
         say(f"note: {', '.join(assumed)} not set here; {chosen.name}'s example values are shown in their place")
-    return chosen
+    return msgspec.structs.replace(chosen, placement=placement) if placement else chosen
 
 
-def make_plan(recipe: Recipe, chosen: Site, run_id: str | None, runs_dir: str | None = None) -> Plan:
-    """The plan of one run at ``chosen``."""
+def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = None, runs_dir: str | None = None
+               ) -> list[Plan]:
+    """The plans of one run, or of the rungs of a ladder, at ``chosen``."""
     from isambard_serve import plan, run
 
-    return plan.make(recipe, chosen, run_id=run.checked_id(run_id) if run_id else run.new_id(recipe.name),
-                     runs_dir=str(Path(runs_dir or chosen.runs_dir).absolute()), python=sys.executable)
+    ids = [run.checked_id(run_id)] if run_id else [run.new_id(recipe.name) for recipe in recipes]
+    return [plan.make(recipe, chosen, run_id=own, runs_dir=str(Path(runs_dir or chosen.runs_dir).absolute()),
+                      python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else ())
+            for recipe, own in zip(recipes, ids, strict=True)]
 
 
-def open_slurm(chosen: Site) -> Slurm:
-    """Slurm's commands, with a clean environment."""
+def plan_document(plans: Sequence[Plan]) -> bytes:
+    """The plans as one JSON document. What a run will reach is not modelled yet, and nothing is guessed."""
+    import msgspec
+
+    from isambard_serve import records
+
+    return records.document("plan", plans=[
+        {**msgspec.to_builtins(plan), "predicted_output_tok_s": None, "predicted_knee": None} for plan in plans])
+
+
+def open_slurm(chosen: Site) -> Slurm | None:
+    """Slurm's commands, with a clean environment; None where jobs are processes of this machine."""
     from isambard_serve import slurm
 
-    return slurm.Slurm(slurm.environment(chosen.export, os.environ))
+    return slurm.Slurm(slurm.environment(chosen.export, os.environ)) if chosen.scheduler == "slurm" else None
 
 
 def open_runs(chosen: Site) -> Runs:

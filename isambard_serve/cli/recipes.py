@@ -15,11 +15,16 @@ def recipes(as_json: bool) -> None:
     They are looked for in ./jobs, in your own folder (~/.config/isambard-serve/jobs) and among those shipped.
     """
     from isambard_serve import recipe, records, yamlfile
+    from isambard_serve.errors import UsageError
 
     found = []
     for name in recipe.names():
         path = recipe.locate(name)
-        value = yamlfile.extended(path, recipe.locate)
+        try:
+            value = yamlfile.extended(path, recipe.locate)
+        except UsageError as error:
+            options.say(f"warning: left out: {error}")
+            continue
         found.append({"recipe": name, "description": str(value.get("description", "")), "file": str(path)})
     if as_json:
         click.echo(records.document("recipes", recipes=found))
@@ -30,7 +35,7 @@ def recipes(as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="RECIPE")
+@click.argument("name", metavar="RECIPE", shell_complete=options.recipe_names)
 @options.assignments
 @options.as_json
 def show(name: str, assignments: tuple[str, ...], as_json: bool) -> None:
@@ -47,7 +52,29 @@ def show(name: str, assignments: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("names", metavar="RECIPE...", nargs=-1, required=True)
+@click.argument("first", metavar="RECIPE", shell_complete=options.recipe_names)
+@click.argument("second", metavar="RECIPE", shell_complete=options.recipe_names)
+@click.option("--all", "everything", is_flag=True, help="Also what is not the engine's: resources, load, description.")
+@options.as_json
+def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
+    """Show how the second recipe's engine differs from the first's, in flags and variables."""
+    from isambard_serve import difference, records
+
+    changes = difference.between(first, second)
+    shown = [change for change in changes if everything or change.engine]
+    if as_json:
+        click.echo(records.document("diff", changes=shown))
+        return
+    for change in shown:
+        for line in change.lines():
+            click.echo(line)
+    left = [change.key for change in changes if change not in shown]
+    if left:
+        options.say(f"not shown without --all: {', '.join(left)}")
+
+
+@click.command()
+@click.argument("names", metavar="RECIPE...", nargs=-1, required=True, shell_complete=options.recipe_names)
 @options.site
 @options.assignments
 @options.time_limit
@@ -57,18 +84,12 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
     """Show what a run would do and at most cost, without doing it."""
     import shlex
 
-    import msgspec
-
     from isambard_serve import plan as plans
-    from isambard_serve import records
 
     site = options.choose_site(site_name, from_afar=True)
-    made = [options.make_plan(options.load_recipe(name, assignments, time_limit), site, None) for name in names]
+    made = options.make_plans([options.load_recipe(name, assignments, time_limit) for name in names], site)
     if as_json:
-        # What a run will reach is not modelled yet, and nothing is guessed.
-        entries = [{**msgspec.to_builtins(each), "predicted_output_tok_s": None, "predicted_knee": None}
-                   for each in made]
-        click.echo(records.document("plan", plans=entries))
+        click.echo(options.plan_document(made))
         return
     for each in made:
         click.echo(f"{each.recipe} at {each.site}: {each.gpus} of a node's {each.node_gpus} GPUs, "
@@ -81,24 +102,29 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
 
 
 @click.command()
-@click.argument("name", metavar="RECIPE")
+@click.argument("name", metavar="RECIPE", shell_complete=options.recipe_names)
 @options.site
 @options.assignments
 @options.time_limit
+@options.placement
 @click.option("--run-id", help="Render as this run. Given the run id of a submission, its scripts byte for byte.")
 @click.option("--script", type=click.Choice(["serve.sbatch", "sweep.sbatch", "send.sh"]), default="serve.sbatch",
               show_default=True, help="The script to print.")
 @click.option("-o", "--output", metavar="DIR", help="Write the whole run directory into DIR instead, ready to be "
               "sent by hand with its send.sh, and print its path.")
 def render(name: str, site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
-           run_id: str | None, script: str, output: str | None) -> None:
+           placement: str | None, run_id: str | None, script: str, output: str | None) -> None:
     """Print the scripts that submit would send."""
     from isambard_serve import launch
+    from isambard_serve.errors import UsageError
 
-    site = options.choose_site(site_name, from_afar=True)
+    site = options.choose_site(site_name, from_afar=True, placement=placement)
     recipe = options.load_recipe(name, assignments, time_limit)
-    made = options.make_plan(recipe, site, run_id, output)
+    made = options.make_plans([recipe], site, run_id, output)[0]
     if output is None:
-        click.echo(launch.scripts(made)[script], nl=False)
+        texts = launch.scripts(made)
+        if script not in texts:
+            raise UsageError(f"there is no {script} with placement {made.placement} at {site.name}", where="--script")
+        click.echo(texts[script], nl=False)
     else:
         click.echo(launch.write(made, recipe).path)

@@ -8,73 +8,89 @@ from isambard_serve.cli import options
 
 
 @click.command()
-@click.argument("name", metavar="RECIPE")
+@click.argument("names", metavar="RECIPE...", nargs=-1, required=True, shell_complete=options.recipe_names)
 @options.site
 @options.assignments
 @options.time_limit
-@click.option("--wait", is_flag=True, help="Wait until the run has ended, and say how it goes. Stopping to wait "
+@options.placement
+@click.option("--wait", is_flag=True, help="Wait until all has ended, and say how it goes. Stopping to wait "
               "(Ctrl-C) does not stop the run.")
-@click.option("--dry-run", is_flag=True, help="Do all but submit: check the recipe and the site, and print the "
-              "serve job's script (or, with --json, the plan).")
+@click.option("--dry-run", is_flag=True, help="Do all but submit: check the recipes and the site, and print the "
+              "serve jobs' scripts (or, with --json, the plans).")
 @options.as_json
-def submit(name: str, site_name: str | None, assignments: tuple[str, ...], time_limit: str | None, wait: bool,
-           dry_run: bool, as_json: bool) -> None:
+def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
+           placement: str | None, wait: bool, dry_run: bool, as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
     themselves. `status`, `logs` and `collect` tell and bring what they did.
+
+    Several recipes are the rungs of a ladder: they run one after another, and are compared with the first.
     """
     import msgspec
 
     from isambard_serve import launch, records, table
     from isambard_serve import status as statuses
     from isambard_serve.errors import ServeError
-    from isambard_serve.run import RunDir
 
-    site = options.choose_site(site_name)
-    recipe = options.load_recipe(name, assignments, time_limit)
-    made = options.make_plan(recipe, site, None)
+    site = options.choose_site(site_name, placement=placement)
+    recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
+    plans = options.make_plans(recipes, site)
     if dry_run:
-        launch.check_needs(made)
-        click.echo(records.document("plan", plans=[made]) if as_json else launch.scripts(made)["serve.sbatch"],
-                   nl=as_json)
+        for plan in plans:
+            launch.check_needs(plan)
+        click.echo(options.plan_document(plans) if as_json else
+                   "\n".join(launch.scripts(plan)["serve.sbatch"] for plan in plans), nl=as_json)
         return
     slurm = options.open_slurm(site)
-    launch.submit(made, recipe, slurm)
-    directory = RunDir(options.open_runs(site).folder / made.run_id)
+    directories = launch.submit(list(zip(plans, recipes, strict=True)), slurm)
     if not as_json:
-        jobs = ", ".join(f"{role} job {job_id}" for role, job_id in directory.job_ids().items())
-        click.echo(f"{made.run_id}: {jobs}, at most {made.node_hours.dependent:g} node-hours")
-    run = statuses.read(directory)
-    if wait:
-        run = statuses.wait(directory, slurm, lambda now: options.say(table.progress(now)))
+        for plan, directory in zip(plans, directories, strict=True):
+            jobs = ", ".join(f"{role} job {job_id}" for role, job_id in directory.job_ids().items())
+            cost = "simulated" if plan.simulated else f"at most {plan.cost:g} node-hours"
+            click.echo(f"{plan.run_id}: {jobs}, {cost}")
+    runs = [statuses.wait(directory, slurm, lambda run: options.say(f"{run.recipe}: {table.progress(run)}"))
+            if wait else statuses.read(directory) for directory in directories]
     if as_json:
-        click.echo(records.document("submit", runs=[msgspec.to_builtins(run)]))
-    if wait and (run.state != "done" or not all(row.valid for row in directory.read_rows())):
-        raise ServeError(f"the run is {run.state}, or a row is not valid", where=run.run_id,
-                         remedy=f"isambard-serve collect {run.run_id}")
+        click.echo(records.document("submit", runs=[msgspec.to_builtins(run) for run in runs]))
+    bad = [run.run_id for run, directory in zip(runs, directories, strict=True)
+           if run.state != "done" or not all(row.valid for row in directory.read_rows())]
+    if wait and bad:
+        raise ServeError("not done, or with rows that are not valid", where=", ".join(bad),
+                         remedy=f"isambard-serve collect {' '.join(bad)}")
 
 
 @click.command()
 @options.run
 @options.site
+@click.option("--ladder", "whole_ladder", is_flag=True, help="End all rungs that were submitted together, the last "
+              "one first.")
 @options.as_json
-def cancel(name: str, site_name: str | None, as_json: bool) -> None:
-    """End a run now: its sweep first, then the serve job. What was measured is kept."""
+def cancel(name: str, site_name: str | None, whole_ladder: bool, as_json: bool) -> None:
+    """End a run now: its sweep first, then the serve job. What was measured is kept.
+
+    On a ladder, the rungs behind it still have their turn, unless --ladder ends them too.
+    """
     import msgspec
 
     from isambard_serve import launch, records
     from isambard_serve import status as statuses
 
     site = options.choose_site(site_name)
-    directory = options.open_runs(site).find(name)
+    runs_here = options.open_runs(site)
+    directory = runs_here.find(name)
+    slurm = options.open_slurm(site)
     before = statuses.read(directory)
-    if before.state in statuses.ENDS:
+    ended = runs_here.ladder(name) if whole_ladder else [directory]
+    if whole_ladder:
+        launch.cancel_ladder(ended, slurm)
+    elif before.state in statuses.ENDS:
         options.say(f"{before.run_id} has ended already: {before.state}")
     else:
-        launch.cancel(directory, options.open_slurm(site))
-    run = statuses.read(directory)
+        launch.cancel(directory, slurm)
+    runs = [statuses.read(each) for each in ended]
     if as_json:
-        click.echo(records.document("cancel", runs=[msgspec.to_builtins(run)]))
+        click.echo(records.document("cancel", runs=[msgspec.to_builtins(run) for run in runs]))
     else:
-        click.echo(f"{run.run_id}: {run.state}")
+        for run in runs:
+            click.echo(f"{run.run_id}: {run.state}")

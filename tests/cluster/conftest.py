@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.person import Person
 from tests.cluster.pretend import PretendCluster
 from tests.engine.environment import ensure
+from tests.support import coverage
 from tests.support.installation import install
 
 
@@ -22,6 +23,22 @@ def cluster() -> Iterator[PretendCluster]:
 
 
 @pytest.fixture(scope="session")
-def person(cluster: PretendCluster) -> Person:
-    """The cluster's user, with the package installed from a wheel and a site whose engine is the real one."""
-    return Person.with_site(cluster, install(cluster.folder / "installed"), ensure() / "bin/vllm")
+def installed(cluster: PretendCluster) -> Iterator[Path]:
+    """The package's commands, installed from a wheel."""
+    coverage.prepare(cluster.folder)
+    yield install(cluster.folder / "installed")
+    coverage.gather(cluster.folder)
+
+
+@pytest.fixture(scope="session")
+def person(cluster: PretendCluster, installed: Path) -> Person:
+    """The cluster's user, at a site whose engine is the real one."""
+    vllm = ensure() / "bin/vllm"
+    return Person.with_site(cluster, installed, "pretend", f"{{runtime: none, command: [{vllm}]}}")
+
+
+@pytest.fixture(scope="session")
+def simulating(cluster: PretendCluster, installed: Path) -> Person:
+    """The cluster's user, at a site whose engine is simulated."""
+    container = "{runtime: simulated, args: [--sim-time-scale, '20']}"
+    return Person.with_site(cluster, installed, "simulated", container)

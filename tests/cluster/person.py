@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from tests.cluster.pretend import PretendCluster
+from tests.support import coverage
 
 SITE = """
 description: the pretend cluster of the tests, four nodes of four GPUs that are none
@@ -18,10 +19,10 @@ scheduler: slurm
 partition: workq
 node: {{gpus: 4, cpus: 288}}
 runs_dir: {runs}
-container: {{runtime: none, command: [{vllm}]}}
+container: {container}
 sweep: {{gpus: 1, load_generator_cpus: 2}}
 poll_interval_s: 2
-export: [HOME, USER, LOGNAME, PATH, LANG, SLURM_CONF]
+export: [HOME, USER, LOGNAME, PATH, LANG, SLURM_CONF, COVERAGE_PROCESS_START]
 """
 
 
@@ -31,26 +32,27 @@ class Person:
 
     cluster: PretendCluster
     bin: Path
+    site: str
 
     @classmethod
-    def with_site(cls, cluster: PretendCluster, bin_folder: Path, vllm: Path) -> Person:
-        """The cluster's ordinary user, with a settings folder that names the pretend cluster as its site."""
-        settings = cluster.home / ".config/isambard-serve"
-        cluster.run(["mkdir", "-p", settings / "sites"])
-        site = SITE.format(runs=cluster.home / "runs", vllm=vllm)
-        cluster.run(["tee", settings / "sites/pretend.yaml"], input=site)
-        cluster.run(["tee", settings / "config.yaml"], input="site: pretend\n")
-        return cls(cluster, bin_folder)
+    def with_site(cls, cluster: PretendCluster, bin_folder: Path, site: str, container: str) -> Person:
+        """The cluster's ordinary user, whose site ``site`` is the pretend cluster with that ``container``."""
+        settings = cluster.home / ".config/isambard-serve/sites"
+        cluster.run(["mkdir", "-p", settings])
+        text = SITE.format(runs=cluster.home / "runs" / site, container=container)
+        cluster.run(["tee", settings / f"{site}.yaml"], input=text)
+        return cls(cluster, bin_folder, site)
 
     @property
     def runs(self) -> Path:
         """Where this person's runs lie."""
-        return self.cluster.home / "runs"
+        return self.cluster.home / "runs" / self.site
 
     def does(
         self, *arguments: str, check: bool = True, timeout: float = 300, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run ``isambard-serve ARGUMENTS``."""
+        env = {"ISAMBARD_SERVE_SITE": self.site, **coverage.environment(self.cluster.folder), **(env or {})}
         return self.cluster.run([self.bin / "isambard-serve", *arguments], check=check, timeout=timeout, env=env)
 
     def asks(self, *arguments: str) -> Any:
@@ -59,8 +61,11 @@ class Person:
 
     def submits(self, *arguments: str) -> str:
         """Submit a recipe and return the run id."""
-        run_id: str = self.asks("submit", *arguments)["runs"][0]["run_id"]
-        return run_id
+        return self.starts(*arguments)[0]
+
+    def starts(self, *arguments: str) -> list[str]:
+        """Submit recipes, the rungs of a ladder, and return their run ids."""
+        return [run["run_id"] for run in self.asks("submit", *arguments)["runs"]]
 
     def run_of(self, name: str) -> dict[str, Any]:
         """The run ``name`` as ``status`` reports it."""

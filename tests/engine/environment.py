@@ -81,4 +81,4 @@ def _run(*command: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    print(ensure())  # noqa: T201
+    print(ensure())

@@ -30,4 +30,4 @@ def serve_flags() -> list[str]:
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # importing vLLM may log
         flags = serve_flags()
-    print(*flags, sep="\n")  # noqa: T201
+    print(*flags, sep="\n")

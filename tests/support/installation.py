@@ -22,7 +22,8 @@ def install(folder: Path) -> Path:
     _run(dependencies / "bin/python", "-m", "venv", "--without-pip", folder)
     (packages,) = folder.glob("lib/python3*/site-packages")
     (shared,) = dependencies.glob("lib/python3*/site-packages")
-    (packages / "dependencies.pth").write_text(f"{shared}\n")
+    # With the .pth files in it: coverage has one.
+    (packages / "dependencies.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
     pip = (dependencies / "bin/python", "-m", "pip", "--python", folder / "bin/python")
     _run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir", ROOT)
     _run("chmod", "-R", "a+rX", folder)

@@ -17,7 +17,7 @@ from isambard_serve import yamlfile
 from isambard_serve.plan import Plan
 from isambard_serve.process import Completed
 from isambard_serve.recipe import Recipe
-from isambard_serve.records import Event, Jobs, Row, Run, Sample, State, SubmittedJob
+from isambard_serve.records import Endpoint, Event, Jobs, Row, Run, Sample, State, SubmittedJob
 from isambard_serve.run import RunDir, append_line, write_whole
 from isambard_serve.site import Site
 
@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 SAMPLES = HERE / "samples"
 PRETEND = HERE / "sites" / "pretend.yaml"
 RUN_ID = "20261129-181258-small-3f2a"
+RUNG_IDS = tuple(f"20261129-18125{rung}-small-3f2a" for rung in range(1, 5))
 
 SMALL = """\
 description: a recipe as small as they come
@@ -56,6 +57,13 @@ def small_plan(runs_dir: Path, over: Mapping[str, Any] | None = None, site: Site
     return msgspec.structs.replace(made, **changes)
 
 
+def ladder_plans(runs_dir: Path, count: int = 3, **changes: Any) -> list[Plan]:
+    """The plans of a ladder's rungs; their runs are the first ``count`` of :data:`RUNG_IDS`."""
+    ids = RUNG_IDS[:count]
+    return [plans.make(small_recipe(), pretend_site(**changes), run_id=own, runs_dir=str(runs_dir),
+                       python="/opt/python", ladder=ids) for own in ids]
+
+
 def written_run(plan: Plan) -> RunDir:
     """A run directory that holds ``plan``, as far as what runs on the node needs it."""
     run = RunDir(Path(plan.run_dir))
@@ -68,6 +76,13 @@ def submitted(serve: str | None = "101", sweep: str | None = "102", *, complete:
     """What ``jobs.json`` says after a submission."""
     return Jobs(jobs=(SubmittedJob(role="serve", job_id=serve, time=1.0),
                       SubmittedJob(role="sweep", job_id=sweep, time=2.0)), complete=complete)
+
+
+def ready(run: RunDir, url: str = "http://127.0.0.1:4711") -> None:
+    """The engine says that it is ready, and where."""
+    run.record("serve", "ready", job_id="101")
+    write_whole(run.endpoint, msgspec.json.encode(Endpoint(
+        url=url, model="small-model", node="n", job_id="101", key_file=str(run.key))))
 
 
 def note(run: RunDir, event: Event) -> None:
@@ -84,7 +99,7 @@ def some_sample(**changes: float) -> Sample:
 def some_row(**changes: Any) -> Row:
     """A row of a point that went well."""
     values: dict[str, Any] = {
-        "run_id": RUN_ID, "recipe": "small", "concurrency": 1, "repeat": 1, "output_tok_s": 100.0,
+        "run_id": RUN_ID, "recipe": "small", "simulated": False, "concurrency": 1, "repeat": 1, "output_tok_s": 100.0,
         "output_tok_s_per_gpu": 100.0, "total_tok_s": 300.0, "ratio": None, "tok_s_per_user": 50.0,
         "median_ttft_ms": 10.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 30.0, "kv_cache_usage_max": 0.5,
         "preemptions": 0.0, "duration_s": 36.0, "time_scale": 1.0, "node_hours": 0.0025,
@@ -97,8 +112,8 @@ def some_run(state: State = "done", **changes: Any) -> Run:
     """A run as ``status`` reports it."""
     values: dict[str, Any] = {
         "run_id": RUN_ID, "recipe": "small", "ladder": None, "site": "pretend", "simulated": False, "state": state,
-        "reason": None, "jobs": {"serve": "101", "sweep": "102"}, "node_hours": 0.5, "directory": "/shared/runs/x",
-        "points_done": 2, "points_planned": 2,
+        "reason": None, "jobs": {"serve": "101", "sweep": "102"}, "node_hours": 0.5, "node_hours_by": "clock",
+        "directory": "/shared/runs/x", "points_done": 2, "points_planned": 2,
     }
     return Run(**{**values, **changes})
 

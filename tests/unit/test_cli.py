@@ -147,6 +147,16 @@ def test_recipes_are_listed_with_what_they_are(cluster: Cluster) -> None:
     assert lines[2].split(maxsplit=1) == ["small", "a recipe as small as they come"]
 
 
+def test_a_recipe_that_cannot_be_read_is_left_out_of_the_list_with_a_warning(
+        cluster: Cluster, user_file: Write) -> None:
+    user_file("jobs/broken.yaml", "extends: [")
+    result = cluster("recipes", "--json")
+    assert [entry["recipe"] for entry in json.loads(result.stdout)["recipes"]] == [
+        "dp4", "dp4-humming", "small", "tiny", "tp4"]
+    assert result.stderr.startswith("warning: left out: ")
+    assert "broken.yaml" in result.stderr
+
+
 def test_a_recipe_is_shown_in_full_with_the_changes_worked_in(cluster: Cluster, write: Write) -> None:
     text = cluster("show", "dp4", "--set", "engine.args.max-num-seqs=512").stdout
     assert "max-num-seqs: 512" in text
@@ -214,6 +224,7 @@ def test_a_dry_run_prints_the_script_and_sends_and_writes_nothing(cluster: Clust
     assert text.startswith("#!/bin/bash\n")
     document = cluster.json("submit", "small", "--dry-run")
     assert document["plans"][0]["recipe"] == "small"
+    assert document["plans"][0]["predicted_output_tok_s"] is None
     assert cluster.slurm.calls == []
     assert not cluster.runs_dir.exists()
 
@@ -237,7 +248,7 @@ def test_waiting_for_a_run_that_goes_well_ends_with_0(cluster: Cluster, goes: Ca
     goes("done", some_row())
     result = cluster("submit", "small", "--wait", "--json")
     assert json.loads(result.stdout)["runs"][0]["state"] == "done"
-    assert result.stderr.splitlines()[-1].startswith("done, 1 of 2 points")
+    assert result.stderr.splitlines()[-1].startswith("small: done, 1 of 2 points")
 
 
 @pytest.mark.parametrize(("end", "row"), [("failed", some_row()), ("done", some_row(valid=False))])
@@ -296,7 +307,7 @@ def test_collecting_brings_the_evidence_here_and_tables_it(cluster: Cluster, iso
     assert "NO: none_failed" in result.stdout
     assert "files" in result.stderr
     assert (here / "points" / "c0001.r1" / "row.json").exists()
-    assert (here / "results.csv").read_text().splitlines()[0].startswith("run_id,recipe,concurrency,repeat,")
+    assert (here / "results.csv").read_text().splitlines()[0].startswith("run_id,recipe,simulated,concurrency,repeat,")
     document = json.loads((here / "results.json").read_text())
     assert document == cluster.json("collect", run.run_id)
     assert list(document) == ["schema", "simulated", "runs", "rows"]
@@ -318,3 +329,154 @@ def test_nothing_is_collected_if_one_of_the_names_is_wrong(cluster: Cluster, iso
     run = cluster.submitted()
     cluster("collect", run.run_id, "77", code=2)
     assert not (isolated / "results").exists()
+
+
+def ladder(cluster: Cluster, count: int = 3) -> list[RunDir]:
+    """The rungs of a ladder of the recipe ``small``."""
+    document = cluster.json("submit", *["small"] * count)
+    return [RunDir(cluster.runs_dir / run["run_id"]) for run in document["runs"]]
+
+
+def test_several_recipes_are_submitted_as_the_rungs_of_a_ladder(cluster: Cluster) -> None:
+    document = cluster.json("submit", "small", "small", "small")
+    ids = [run["run_id"] for run in document["runs"]]
+    assert [run["jobs"] for run in document["runs"]] == [
+        {"serve": "101", "sweep": "102"}, {"serve": "103", "sweep": "104"}, {"serve": "105", "sweep": "106"}]
+    assert {run["ladder"] for run in document["runs"]} == {ids[0]}
+    assert cluster.json("submit", "small")["runs"][0]["ladder"] is None
+    assert len(cluster("submit", "small", "small").stdout.splitlines()) == 2
+
+
+def test_a_dry_run_of_several_recipes_prints_every_script(cluster: Cluster) -> None:
+    text = cluster("submit", "small", "tiny", "--dry-run").stdout
+    assert text.count("#!/bin/bash\n") == 2
+    document = cluster.json("submit", "small", "tiny", "--dry-run")
+    assert [plan["recipe"] for plan in document["plans"]] == ["small", "tiny"]
+    assert cluster.slurm.calls == []
+
+
+def test_one_wrong_recipe_stops_the_whole_ladder_before_anything_is_sent(cluster: Cluster) -> None:
+    cluster("submit", "small", "nonsense", code=2)
+    assert cluster.slurm.calls == []
+    assert not cluster.runs_dir.exists()
+
+
+def test_measuring_inside_can_be_asked_for(cluster: Cluster) -> None:
+    (run,) = cluster.json("submit", "small", "--placement", "inside")["runs"]
+    assert run["jobs"] == {"serve": "101"}
+    result = cluster("render", "small", "--placement", "inside", "--script", "sweep.sbatch", code=2)
+    assert "there is no sweep.sbatch with placement inside at here" in result.stderr
+    assert "sweep" not in cluster("render", "small", "--placement", "inside", "--script", "send.sh").stdout
+
+
+@pytest.mark.parametrize("rung", range(3))
+def test_a_whole_ladder_is_collected_by_any_of_its_rungs_and_compared_with_the_first(
+        cluster: Cluster, isolated: Path, rung: int) -> None:
+    runs = ladder(cluster)
+    for run, speed in zip(runs, (100.0, 220.0, 300.0), strict=True):
+        keep_row(run, some_row(run_id=run.run_id, output_tok_s=speed))
+    document = cluster.json("collect", "--ladder", runs[rung].run_id)
+    assert [run["run_id"] for run in document["runs"]] == [run.run_id for run in runs]
+    assert [row["ratio"] for row in document["rows"]] == [1.0, 2.2, 3.0]
+    heading, *lines = cluster("collect", "--ladder", "101").stdout.splitlines()
+    assert "ratio" in heading
+    assert [line.split()[5] for line in lines[:3]] == ["1.00", "2.20", "3.00"]
+    # Alone, a run is compared with nothing.
+    alone = json.loads((isolated / "results" / runs[1].run_id / "results.json").read_text())
+    assert [row["ratio"] for row in alone["rows"]] == [None]
+    assert "ratio" not in cluster("collect", runs[rung].run_id).stdout
+
+
+def test_one_rung_is_cancelled_and_the_others_stay(cluster: Cluster) -> None:
+    runs = ladder(cluster)
+    document = cluster.json("cancel", runs[1].run_id)
+    assert [(run["run_id"], run["state"]) for run in document["runs"]] == [(runs[1].run_id, "cancelled")]
+    assert [run["state"] for run in cluster.json("status")["runs"]].count("cancelled") == 1
+
+
+def test_a_whole_ladder_is_cancelled_by_any_of_its_rungs(cluster: Cluster) -> None:
+    runs = ladder(cluster)
+    runs[0].record("serve", "done", reason="2 points")
+    result = cluster("cancel", "--ladder", runs[2].run_id)
+    assert result.stdout.splitlines() == [
+        f"{runs[0].run_id}: done", f"{runs[1].run_id}: cancelled", f"{runs[2].run_id}: cancelled"]
+    assert [call[1] for call in cluster.slurm.calls if call[0] == "scancel"] == ["106", "105", "104", "103"]
+
+
+def test_waiting_for_a_ladder_names_the_rung_that_went_wrong(
+        cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(_: float) -> None:
+        for run in runs.Runs(cluster.runs_dir, "here").newest(2):
+            keep_row(run, some_row(run_id=run.run_id))
+            first = run.job_ids()["serve"] == "101"
+            run.record("serve", "done" if first else "failed", reason="that was it")
+
+    monkeypatch.setattr("time.sleep", meanwhile)
+    result = cluster("submit", "small", "small", "--wait", "--json", code=1)
+    good, bad = json.loads(result.stdout)["runs"]
+    assert (good["state"], bad["state"]) == ("done", "failed")
+    assert f"error: {bad['run_id']}: not done" in result.stderr
+    assert f"isambard-serve collect {bad['run_id']}\n" in result.stderr
+
+
+def test_the_latest_run_needs_no_id(cluster: Cluster) -> None:
+    assert "no run 'latest'" in cluster("status", "latest", code=2).stderr
+    run = cluster.submitted()
+    assert cluster.json("status", "latest")["runs"][0]["run_id"] == run.run_id
+    assert cluster.json("cancel", "latest")["runs"][0]["state"] == "cancelled"
+
+
+def test_a_recipe_is_compared_with_another_in_the_engines_words(cluster: Cluster) -> None:
+    result = cluster("diff", "tp4", "dp4")
+    assert result.stdout.splitlines()[:2] == ["- --tensor-parallel-size 4", "+ --tensor-parallel-size 1"]
+    assert result.stderr == "not shown without --all: description, bench.concurrency\n"
+    everything = cluster("diff", "tp4", "dp4", "--all")
+    assert "+ bench.concurrency: [512, 1024, 2048, 2752]" in everything.stdout
+    assert everything.stderr == ""
+    document = cluster.json("diff", "tp4", "dp4")
+    assert document["schema"] == "isambard-serve/diff/1"
+    assert document["changes"][0] == {
+        "key": "engine.args.tensor-parallel-size", "before": 4, "after": 1, "engine": True}
+
+
+def test_a_submission_without_slurm_is_simulated_and_costs_nothing(
+        user_file: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[RunDir]] = []
+    monkeypatch.setattr("isambard_serve.controller.start", lambda found, _: started.append(found))
+    user_file("config.yaml", "site: sandbox")
+    user_file("jobs/small.yaml", SMALL)
+    result = CliRunner().invoke(main, ["submit", "small", "small"])
+    assert result.exit_code == 0, result.output
+    assert [line.partition(": ")[2] for line in result.stdout.splitlines()] == [", simulated"] * 2
+    ((first, second),) = started
+    assert first.path.parent == second.path.parent == tmp_path / "home/.local/share/isambard-serve/runs"
+    assert "no send.sh" in CliRunner().invoke(main, ["render", "small", "--script", "send.sh"]).stderr
+
+
+COMPLETED = {
+    "bash": ({"COMP_WORDS": "isambard-serve {} dp", "COMP_CWORD": "2"}, ["plain,dp4", "plain,dp4-humming"]),
+    "zsh": ({"COMP_WORDS": "isambard-serve {} dp", "COMP_CWORD": "2"},
+            ["plain", "dp4", "_", "plain", "dp4-humming", "_"]),
+    "fish": ({"COMP_WORDS": "isambard-serve {} dp", "COMP_CWORD": "dp"}, ["plain,dp4", "plain,dp4-humming"]),
+}
+
+
+@pytest.mark.parametrize("command", ["show", "diff", "plan", "render", "submit"])
+@pytest.mark.parametrize("shell", COMPLETED)
+def test_a_shell_completes_the_recipes_that_there_are(shell: str, command: str) -> None:
+    env, words = COMPLETED[shell]
+    env = {name: value.format(command) for name, value in env.items()}
+    result = CliRunner().invoke(main, [], prog_name="isambard-serve",
+                                env={**env, "_ISAMBARD_SERVE_COMPLETE": f"{shell}_complete"})
+    assert [line for line in result.stdout.splitlines() if line] == words
+
+
+@pytest.mark.parametrize("shell", COMPLETED)
+def test_the_completion_for_a_shell_is_a_script_that_asks_this_program(shell: str) -> None:
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0
+    assert f"_ISAMBARD_SERVE_COMPLETE={shell}_complete" in result.stdout
+    assert "isambard-serve" in result.stdout
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+    assert CliRunner().invoke(main, ["completion", "csh"]).exit_code == 2

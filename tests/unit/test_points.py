@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from isambard_serve import points
-from isambard_serve.plan import Plan
-from isambard_serve.points import EngineGoneError
+from isambard_serve.claim import Claim, SupersededError, newest
+from isambard_serve.errors import ServeError
+from isambard_serve.plan import Plan, filled
+from isambard_serve.points import EngineGoneError, Loop
 from isambard_serve.records import Row
 from isambard_serve.run import RunDir, append_line
+from tests.unit.fake_engine import FakeEngine
 from tests.unit.helpers import good_bench, keep_row, small_plan, some_row, some_sample, written_run
+
+SUPERSEDE = """echo '{{"holder": "inside", "job_id": null, "time": 1}}' > {run.claims}/0002.json"""
 
 
 class Bench:
@@ -43,6 +49,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often, and give little grace."""
     monkeypatch.setattr(points, "TICK_S", 0.02)
     monkeypatch.setattr(points, "STOP_GRACE_S", 1.0)
+    monkeypatch.setattr(points, "PROOF_S", 0.0)
+    monkeypatch.setattr(points, "DRAIN_S", 0.1)
 
 
 @pytest.fixture
@@ -65,8 +73,14 @@ def good(tmp_path: Path) -> Iterator[Bench]:
     assert all(child.poll() is not None for child in bench.children)
 
 
+def loop(run: RunDir, plan: Plan, bench: Bench) -> Loop:
+    """The loop of a sweep that has just claimed the points."""
+    return Loop(run, plan, Claim.take(run, "sweep", "102", over=newest(run)), writer="sweep",
+                step=filled(plan.step_argv, serve_job="101"), port="4711", env={"A": "1"}, start=bench)
+
+
 def measured(run: RunDir, plan: Plan, bench: Bench, at: int = 0) -> Row:
-    return points.measure(run, plan, plan.points[at], serve_job="101", port="4711", env={"A": "1"}, start=bench)
+    return loop(run, plan, bench).measure(plan.points[at])
 
 
 def test_a_measured_point_is_kept_with_its_log_its_result_and_its_row(run: RunDir, plan: Plan, good: Bench) -> None:
@@ -127,8 +141,8 @@ def test_an_engine_that_goes_away_leaves_no_row_and_no_load_generator(
 
 
 def test_all_points_are_measured_in_order_and_each_is_told(run: RunDir, plan: Plan, good: Bench) -> None:
-    rows = points.measure_all(run, plan, serve_job="101", port="1", env={}, start=good)
-    assert [row.concurrency for row in rows] == [1, 2]
+    loop(run, plan, good).measure_all()
+    assert [row.concurrency for row in run.read_rows()] == [1, 2]
     assert [(event.event, event.point) for event in run.read_events(["sweep"])] == [
         ("point", "c0001.r1"), ("point", "c0002.r1")]
 
@@ -136,9 +150,10 @@ def test_all_points_are_measured_in_order_and_each_is_told(run: RunDir, plan: Pl
 def test_points_that_were_kept_before_are_not_measured_again(run: RunDir, plan: Plan, good: Bench) -> None:
     kept = some_row(concurrency=1, output_tok_s=1.0)
     keep_row(run, kept)
-    rows = points.measure_all(run, plan, serve_job="101", port="1", env={}, start=good)
-    assert [row.concurrency for row in rows] == [2]
-    assert run.read_rows() == [kept, *rows]
+    loop(run, plan, good).measure_all()
+    assert len(good.commands) == 1
+    assert [row.concurrency for row in run.read_rows()] == [1, 2]
+    assert run.read_rows()[0] == kept
 
 
 def test_points_that_were_kept_stay_when_the_engine_goes_away_later(run: RunDir, plan: Plan, good: Bench) -> None:
@@ -146,8 +161,107 @@ def test_points_that_were_kept_stay_when_the_engine_goes_away_later(run: RunDir,
         [[ $1 == */c0002.r1 ]] && echo '{{"time": 1, "writer": "serve", "event": "failed"}}' >> {run.events}/serve.jsonl
         true""")
     with pytest.raises(EngineGoneError):
-        points.measure_all(run, plan, serve_job="101", port="1", env={}, start=dying)
+        loop(run, plan, dying).measure_all()
     assert [row.concurrency for row in run.read_rows()] == [1]
+
+
+def test_what_a_predecessor_left_of_a_point_is_not_this_measurement(run: RunDir, plan: Plan) -> None:
+    folder = run.points / "c0001.r1"
+    folder.mkdir()
+    (folder / "bench.json").write_text(json.dumps(good_bench(2)))
+    row = measured(run, plan, Bench("exit 0"))
+    assert (row.valid, row.output_tok_s) == (False, None)
+
+
+def test_a_superseded_claimant_stops_its_load_generator_and_keeps_nothing(run: RunDir, plan: Plan) -> None:
+    endless = Bench(f"{SUPERSEDE.format(run=run)}; sleep 60")
+    with pytest.raises(SupersededError):
+        loop(run, plan, endless).measure_all()
+    assert endless.children[0].poll() is not None
+    assert run.read_rows() == []
+
+
+def test_a_claimant_that_is_superseded_just_before_it_would_write_keeps_nothing(
+        run: RunDir, plan: Plan, good: Bench) -> None:
+    late = Bench(f"{good.script}; {SUPERSEDE.format(run=run)}")
+    with pytest.raises(SupersededError, match="has taken over"):
+        measured(run, plan, late)
+    assert run.read_rows() == []
+    assert run.read_events(["sweep"]) == []
+
+
+def test_a_claimant_that_was_superseded_begins_no_other_point(run: RunDir, plan: Plan, good: Bench) -> None:
+    measuring = loop(run, plan, good)
+    Claim.take(run, "inside", "101", over=1)
+    with pytest.raises(SupersededError):
+        measuring.measure_all()
+    assert good.commands == []
+
+
+def test_a_valid_point_needs_no_proof_that_its_engine_lives(
+        run: RunDir, plan: Plan, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    began = time.monotonic()
+    assert measured(run, plan, good).valid
+    assert time.monotonic() - began < 30
+
+
+def test_a_point_that_somebody_else_has_kept_stays_theirs(run: RunDir, plan: Plan, good: Bench) -> None:
+    measuring = loop(run, plan, good)
+    kept = some_row(concurrency=1, output_tok_s=1.0)
+    keep_row(run, kept)
+    with pytest.raises(SupersededError, match=r"somebody else has kept c0001\.r1"):
+        measuring.measure(plan.points[0])
+    assert run.read_rows() == [kept]
+
+
+def test_a_point_that_went_wrong_because_the_engine_died_leaves_no_row(
+        run: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 10.0)
+    line = run.path / "line"
+    line.write_text('{"time": 1, "writer": "serve", "event": "failed", "reason": "the engine died"}\n')
+    begun = run.path / "begun"
+    later = f"""setsid sh -c 'touch {begun}; sleep 0.2; cat {line} >> {run.events}/serve.jsonl' &
+                until [ -e {begun} ]; do sleep 0.01; done; exit 1"""
+    with pytest.raises(EngineGoneError, match=r"c0001\.r1.*: the engine died"):
+        measured(run, plan, Bench(later))
+    assert run.read_rows() == []
+
+
+def test_a_point_that_went_wrong_on_an_engine_that_still_answers_is_kept(
+        run: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.01):
+            append_line(run.samples, some_sample())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    began = time.monotonic()
+    row = measured(run, plan, Bench("exit 1"))
+    over.set()
+    thread.join()
+    assert time.monotonic() - began < 30
+    assert run.read_rows() == [row]
+
+
+def test_a_predecessors_load_generators_are_ended_and_no_others(
+        run: RunDir, tmp_path: Path, child: Callable[..., subprocess.Popen[bytes]]) -> None:
+    script = ("bash", "-c", "sleep 60; true", "bench", "serve", "--result-dir")
+    left = child(*script, f"{run.points}/c0001.r1")
+    others = child(*script, f"{tmp_path}/another-run/points/c0001.r1")
+    with FakeEngine() as engine:
+        points.clear(run, engine.client())
+    assert left.wait(10) != 0
+    assert others.poll() is None
+
+
+@pytest.mark.parametrize("metrics", ["vllm:num_requests_running 3\n", "vllm:num_requests_waiting 1\n"])
+def test_an_engine_that_does_not_let_go_of_earlier_requests_is_given_up(run: RunDir, metrics: str) -> None:
+    with FakeEngine(metrics=metrics) as engine, pytest.raises(ServeError, match="still works on earlier"):
+        points.clear(run, engine.client())
 
 
 def test_a_serve_job_that_has_said_nothing_of_its_end_goes_on(run: RunDir) -> None:

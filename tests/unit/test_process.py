@@ -73,3 +73,14 @@ def test_stopping_what_has_ended_already_tells_its_exit_code(tmp_path: Path) -> 
     child = process.start(["sh", "-c", "exit 5"], env=ENV, log=tmp_path / "log")
     child.wait()
     assert process.stop(child, 10) == 5
+
+
+def test_a_bound_program_ends_with_whoever_started_it_however_that_ends(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = ("import os, pathlib, time; from isambard_serve import process; print(process.start(['sleep', '60'], "
+            f"env=os.environ, log=pathlib.Path({str(log)!r}), bound=True).pid, flush=True); time.sleep(60)")
+    starter = process.start([sys.executable, "-c", code], env={**ENV, "PYTHONPATH": os.pathsep.join(sys.path)}, log=log)
+    inner = psutil.Process(int(wait_until(lambda: log.read_text().strip(), 10, "the program", interval_s=0.01)))
+    starter.kill()
+    starter.wait()
+    wait_until(lambda: not inner.is_running() or inner.status() == psutil.STATUS_ZOMBIE, 10, "its end", interval_s=0.01)

@@ -166,7 +166,7 @@ def test_any_other_length_of_time_is_refused_with_how_to_write_it(text: str) -> 
     ("bench.concurrency=[]", "bench.concurrency", "length >= 1"),
     ("bench.concurrency=[0]", "bench.concurrency[0]", ">= 1"),
     ("bench.point_limit=soon", "bench.point_limit", "is not a length of time"),
-    ("resources.time='0s'", "resources.time", "longer than nothing"),
+    ("resources.time='180s'", "resources.time", "longer than 180 s"),
     ("resources.idle_timeout=never", "resources.idle_timeout", "is not a length of time"),
     ("resources.gpus=0", "resources.gpus", ">= 1"),
     ("resources.gpu=1", "resources", "did you mean 'gpus'?"),

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from isambard_serve import records
+from isambard_serve.claim import Holder
 from isambard_serve.errors import HostError, NotReadyError, ServeError, UsageError, nearest
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import NodeFacts
@@ -17,7 +18,7 @@ from isambard_serve.records import Endpoint, Event, Jobs, Record, Row, Run, Samp
 from isambard_serve.site import Site
 from tests.unit.helpers import some_row, some_run, some_sample
 
-KINDS = [Row, Run, Event, Sample, Endpoint, Jobs, Plan, NodeFacts, Recipe, Site]
+KINDS = [Row, Run, Event, Sample, Endpoint, Jobs, Holder, Plan, NodeFacts, Recipe, Site]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,14 +31,15 @@ def test_a_json_schema_can_be_made_of_every_record(kind: type[Record]) -> None:
 
 def test_a_row_has_the_names_that_were_promised() -> None:
     assert set(Row.__struct_fields__) == {
-        "run_id", "recipe", "concurrency", "repeat", "output_tok_s", "output_tok_s_per_gpu", "total_tok_s", "ratio",
-        "tok_s_per_user", "median_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "kv_cache_usage_max", "preemptions",
-        "duration_s", "time_scale", "node_hours", "output_tok_per_node_hour", "valid", "reasons", "unknown", "schema"}
+        "run_id", "recipe", "simulated", "concurrency", "repeat", "output_tok_s", "output_tok_s_per_gpu", "total_tok_s",
+        "ratio", "tok_s_per_user", "median_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "kv_cache_usage_max",
+        "preemptions", "duration_s", "time_scale", "node_hours", "output_tok_per_node_hour", "valid", "reasons",
+        "unknown", "schema"}
 
 
 def test_a_run_has_the_names_that_were_promised() -> None:
     assert set(Run.__struct_fields__) >= {
-        "run_id", "recipe", "ladder", "site", "simulated", "state", "jobs", "node_hours", "schema"}
+        "run_id", "recipe", "ladder", "site", "simulated", "state", "jobs", "node_hours", "node_hours_by", "schema"}
 
 
 @pytest.mark.parametrize("record", [some_row(), some_run(), some_sample(time=1)])

@@ -22,15 +22,26 @@ from isambard_serve.plan import Plan, Slot
 from isambard_serve.site import Container, Directives
 from tests.unit.helpers import HERE, PRETEND, Stubs, loaded, pretend_site, small_plan
 
-SCRIPTS = ("serve.sbatch", "sweep.sbatch", "send.sh")
-PAIRS = [(path.stem, site) for path in sorted(shipped.folder("jobs").glob("*.yaml"))
-         for site in ("isambard-ai", "pretend") if (path.stem, site) != ("tiny", "isambard-ai")]
+RECIPES = sorted(path.stem for path in shipped.folder("jobs").glob("*.yaml"))
+PLACES = {
+    "isambard-ai": ("serve.sbatch", "sweep.sbatch", "send.sh"),
+    "isambard-ai.inside": ("serve.sbatch", "send.sh"),
+    "pretend": ("serve.sbatch", "sweep.sbatch", "send.sh"),
+    "sandbox": ("serve.sbatch",),
+}
+"""Site, and the placement where it is not the site's own → the scripts that there are."""
+
+PAIRS = [(name, place) for name in RECIPES for place in PLACES if name != "tiny" or "isambard-ai" not in place]
+SCRIPTS = [(name, place, script) for name, place in PAIRS for script in PLACES[place]]
 
 
-def golden_plan(name: str, site_name: str) -> Plan:
-    """The plan of ``name`` at a site, with nothing in it that differs from machine to machine."""
+def golden_plan(name: str, place: str) -> Plan:
+    """The plan of ``name`` at a place, with nothing in it that differs from machine to machine."""
+    site_name, _, placement = place.partition(".")
     site = sites.load(str(PRETEND) if site_name == "pretend" else site_name)
-    site, _ = sites.resolved(site, {}, from_afar=True)
+    site, _ = sites.resolved(site, {"HOME": "/home/user"}, from_afar=True)
+    if placement == "inside":
+        site = msgspec.structs.replace(site, placement="inside")
     recipe = loaded(name)
     if recipe.model.startswith("/"):
         recipe = msgspec.structs.replace(recipe, model=f"/shared/models/{Path(recipe.model).name}")
@@ -39,30 +50,32 @@ def golden_plan(name: str, site_name: str) -> Plan:
     return msgspec.structs.replace(plan, package_version="0.0.0")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("name", "site"), PAIRS)
-def test_a_script_is_the_golden_one(name: str, site: str, script: str) -> None:
-    text = launch.scripts(golden_plan(name, site))[script]
-    golden = HERE / "golden" / f"{name}@{site}.{script}"
+@pytest.mark.parametrize(("name", "place", "script"), SCRIPTS)
+def test_a_script_is_the_golden_one(name: str, place: str, script: str) -> None:
+    text = launch.scripts(golden_plan(name, place))[script]
+    golden = HERE / "golden" / f"{name}@{place}.{script}"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()
 
 
 def test_there_is_no_golden_file_too_many() -> None:
-    wanted = {f"{name}@{site}.{script}" for name, site in PAIRS for script in SCRIPTS}
+    wanted = {f"{name}@{place}.{script}" for name, place, script in SCRIPTS}
     assert {path.name for path in (HERE / "golden").iterdir()} == wanted
 
 
-@pytest.mark.parametrize(("name", "site"), PAIRS)
-def test_bash_and_shellcheck_accept_every_script(name: str, site: str, tmp_path: Path) -> None:
-    for script, text in launch.scripts(golden_plan(name, site)).items():
-        (tmp_path / script).write_text(text)
-    subprocess.run(["bash", "-n", *SCRIPTS], cwd=tmp_path, check=True)
+@pytest.mark.parametrize(("name", "place"), PAIRS)
+def test_bash_and_shellcheck_accept_every_script(name: str, place: str, isolated: Path) -> None:
+    texts = launch.scripts(golden_plan(name, place))
+    assert tuple(texts) == PLACES[place]
+    for script, text in texts.items():
+        (isolated / script).write_text(text)
+    for script in texts:
+        subprocess.run(["bash", "-n", script], check=True)
     shellcheck = Path(sys.executable).with_name("shellcheck")
     # SC2154: the slots are assigned by slots.sh, which the node writes.
-    argv = [str(shellcheck), "--norc", "--exclude=SC2154", *SCRIPTS]
-    done = subprocess.run(argv, cwd=tmp_path, check=False, capture_output=True, text=True)
+    argv = [str(shellcheck), "--norc", "--exclude=SC2154", *texts]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
     assert done.stdout + done.stderr == ""
 
 
@@ -84,8 +97,8 @@ def test_a_value_is_one_word_whatever_it_holds(value: str) -> None:
 
 
 def test_a_slot_is_a_quoted_variable_and_what_stands_before_it_is_quoted_too() -> None:
-    assert render.quoted(Slot(slot="port")) == '"${port}"'
-    assert render.quoted(Slot(slot="port", before="a b$(x):")) == "'a b$(x):'\"${port}\""
+    assert render.quoted(Slot(slot="port")) == '"${port:?}"'
+    assert render.quoted(Slot(slot="port", before="a b$(x):")) == "'a b$(x):'\"${port:?}\""
 
 
 PYTHON = """\
@@ -131,6 +144,20 @@ def test_a_hostile_value_reaches_the_engine_as_it_is_and_runs_nothing(
     assert "DROPPED" not in given
     created = {path.name for path in set(tmp_path.rglob("*")) - before}
     assert created == {"argv", "environ", "slots.sh", "api.key"}
+
+
+@pytest.mark.parametrize("slots", ["", "port="])
+def test_a_slot_that_was_not_filled_ends_the_script_before_the_engine_starts(
+        slots: str, tmp_path: Path, stubs: Stubs) -> None:
+    python = stubs.add("python", PYTHON.replace("port=4711", slots))
+    plan = small_plan(tmp_path / "runs", python=str(python))
+    Path(plan.run_dir).mkdir(parents=True)
+    environ = {"PATH": os.environ["PATH"], "RECORD": str(tmp_path)}
+    done = subprocess.run(["bash"], input=render.script("serve.sbatch", plan), text=True, env=environ, check=False,
+                          capture_output=True)
+    assert done.returncode != 0
+    assert "port" in done.stderr
+    assert not (tmp_path / "argv").exists()
 
 
 @pytest.mark.parametrize("value", [value for value in HOSTILE if value.isprintable()])

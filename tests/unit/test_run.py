@@ -11,10 +11,20 @@ import msgspec
 import pytest
 
 from isambard_serve import run as runs
-from isambard_serve.errors import UsageError
-from isambard_serve.records import Event, Jobs
+from isambard_serve.errors import ServeError, UsageError
+from isambard_serve.records import Event, Jobs, Row
 from isambard_serve.run import RunDir, Runs
-from tests.unit.helpers import RUN_ID, keep_row, note, small_plan, some_row, submitted, written_run
+from tests.unit.helpers import (
+    RUN_ID,
+    RUNG_IDS,
+    keep_row,
+    ladder_plans,
+    note,
+    small_plan,
+    some_row,
+    submitted,
+    written_run,
+)
 
 
 def test_a_run_id_tells_the_time_in_utc_and_the_recipe_and_is_never_the_same() -> None:
@@ -88,7 +98,7 @@ def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
 def test_a_run_directory_is_made_once_and_for_the_owner_alone(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / RUN_ID)
     run.create()
-    for folder in (run.path, run.submitit, run.events, run.engine, run.points):
+    for folder in (run.path, run.submitit, run.events, run.engine, run.points, run.claims):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     with pytest.raises(UsageError, match="this run exists already"):
         run.create()
@@ -141,8 +151,11 @@ def test_each_log_has_its_place(tmp_path: Path) -> None:
     run = written_run(small_plan(tmp_path))
     assert run.log("engine") == run.path / "engine" / "engine.log"
     assert run.log("serve") == run.path / "serve.log"
-    run.record("sweep", "waiting", job_id="302")
-    assert run.log("sweep") == run.path / "submitit" / "302_0_log.out"
+    assert not run.log("sweep").exists()
+    for number, name in enumerate(("301_0_log.out", "302_0_log.out")):
+        (run.submitit / name).touch()
+        os.utime(run.submitit / name, (number, number))
+    assert run.log("sweep") == run.submitit / "302_0_log.out"
 
 
 def test_rows_are_read_by_concurrency_and_repeat_and_half_written_ones_are_not(tmp_path: Path) -> None:
@@ -189,3 +202,66 @@ def test_the_newest_runs_are_listed_first_and_nothing_else_is(tmp_path: Path) ->
     (folder / ".jobs").mkdir()
     (folder / "notes.txt").touch()
     assert [run.run_id for run in Runs(folder, "s").newest(3)] == ids[:-4:-1]
+
+
+def test_the_newest_run_is_the_latest(tmp_path: Path) -> None:
+    all_runs = Runs(tmp_path, "s")
+    with pytest.raises(UsageError, match="no run 'latest'"):
+        all_runs.find("latest")
+    for plan in ladder_plans(tmp_path):
+        written_run(plan)
+    assert all_runs.find("latest").run_id == RUNG_IDS[2]
+
+
+def test_a_job_of_this_machine_leads_to_its_run(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    Runs(tmp_path, "s").remember("local-123-1795975978", RUN_ID)
+    assert Runs(tmp_path, "s").find("local-123-1795975978").path == run.path
+    with pytest.raises(UsageError, match="no run has the job local-123-0"):
+        Runs(tmp_path, "s").find("local-123-0")
+
+
+def test_a_rung_leads_to_its_whole_ladder_in_order_and_any_other_run_to_itself(tmp_path: Path) -> None:
+    for plan in ladder_plans(tmp_path):
+        written_run(plan)
+    alone = written_run(small_plan(tmp_path))
+    all_runs = Runs(tmp_path, "s")
+    for name in RUNG_IDS[:3]:
+        assert tuple(run.run_id for run in all_runs.ladder(name)) == RUNG_IDS[:3]
+    assert [run.path for run in all_runs.ladder(RUN_ID)] == [alone.path]
+
+
+def test_a_line_that_was_torn_by_a_full_disk_takes_only_the_next_one_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    first, torn, spoilt, last = (msgspec.json.encode(Event(time=float(n), writer="serve", event="note", reason="é"))
+                                 for n in range(4))
+    for cut in range(1, len(torn)):
+        path.write_bytes(first + b"\n" + torn[:cut] + spoilt + b"\n" + last + b"\n")
+        assert [event.time for event in runs.read_lines(path, Event)] == [0, 3]
+
+
+def test_a_line_of_another_kind_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_text('{"time": 1, "writer": "nobody", "event": "x"}\n[]\n{"time": 2, "writer": "serve", "event": "x"}\n')
+    assert [event.time for event in runs.read_lines(path, Event)] == [2]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x"}', b'{"run_id": "\xff'])
+def test_a_record_that_cannot_be_understood_is_an_error_that_names_its_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "row.json"
+    path.write_bytes(content)
+    with pytest.raises(ServeError, match="cannot be understood") as caught:
+        runs.read_record(path, Row)
+    assert caught.value.where == str(path)
+    assert caught.value.remedy
+    with pytest.raises(FileNotFoundError):
+        runs.read_record(tmp_path / "none", Row)
+
+
+def test_what_is_written_once_is_never_changed(isolated: Path) -> None:
+    path = isolated / "f"
+    runs.write_once(path, "first")
+    with pytest.raises(FileExistsError):
+        runs.write_once(path, "second")
+    assert path.read_text() == "first"
+    assert [each.name for each in isolated.iterdir()] == ["f"]

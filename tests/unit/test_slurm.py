@@ -9,7 +9,7 @@ import pytest
 
 from isambard_serve import slurm
 from isambard_serve.errors import HostError
-from isambard_serve.slurm import JobState, Slurm
+from isambard_serve.slurm import JobState, Slurm, Use
 from tests.unit.helpers import FakeSlurm, said
 
 SCRIPT = Path("/shared/runs/x/serve.sbatch")
@@ -105,8 +105,8 @@ def test_a_state_is_terminal_or_it_is_not(state: str, ended: bool) -> None:
 
 def test_sacct_is_asked_only_for_what_squeue_has_forgotten() -> None:
     fake = FakeSlurm(squeue="101|RUNNING|None\n999|RUNNING|None\n", sacct="102|FAILED|1:0\n")
-    assert Slurm({}, fake).states(["102", "101", "101"]) == {
-        "101": JobState(state="RUNNING"), "102": JobState(state="FAILED", reason="1:0")}
+    found = Slurm({}, fake).states(["102", "101", "101"])
+    assert (found["101"], found["102"]) == (JobState(state="RUNNING"), JobState(state="FAILED", reason="1:0"))
     assert fake.calls[1][:4] == ("sacct", "-nPX", "-j", "102")
     fake = FakeSlurm(squeue="101|RUNNING|None\n")
     Slurm({}, fake).states(["101"])
@@ -162,6 +162,37 @@ def test_slurm_is_asked_once_an_interval_by_whoever_asks(tmp_path: Path) -> None
     fake.answers["squeue"] = "101|COMPLETING|None\n"
     assert slurm.states_within_limit(Slurm({}, fake), ["101"], cache, 60, now=1060.0)["101"].state == "COMPLETING"
     assert fake.commands() == ["squeue", "squeue"]
+
+
+def test_one_answer_serves_all_of_a_users_runs(tmp_path: Path) -> None:
+    cache = tmp_path / ".jobs" / "slurm.json"
+    fake = FakeSlurm(squeue="101|RUNNING|None\n201|PENDING|Priority\n")
+    assert list(slurm.states_within_limit(Slurm({}, fake), ["101"], cache, 60, now=1000)) == ["101"]
+    assert slurm.states_within_limit(Slurm({}, fake), ["201"], cache, 60, now=1010) == {
+        "201": JobState(state="PENDING", reason="Priority")}
+    assert fake.commands() == ["squeue"]
+
+
+@pytest.mark.parametrize(("text", "used"), [
+    ("101|COMPLETED|3600|billing=4,cpu=288,gres/gpu=4,mem=460G,node=1\n", {"101": (4, 3600)}),
+    ("101|CANCELLED by 1000|60|cpu=1,gres/gpu:gh200=1,gres/gpu=1\n102|FAILED|0|\n", {"101": (1, 60), "102": (0, 0)}),
+    ("101|RUNNING|60|gres/gpu=1\n101.batch|COMPLETED|60|\n", {}),
+    ("101|COMPLETED||gres/gpu=1\n", {}), ("", {}), ("nonsense\n", {}),
+])
+def test_what_ended_jobs_have_held_is_read_from_the_accounting(text: str, used: dict[str, tuple[int, int]]) -> None:
+    assert Slurm({}, FakeSlurm(sacct=text)).used(["101", "102"]) == {
+        job: Use(gpus=gpus, elapsed_s=elapsed_s) for job, (gpus, elapsed_s) in used.items()}
+
+
+@pytest.mark.parametrize("outage", [OUTAGE, HostError("no")])
+def test_in_an_outage_no_use_is_known(outage: object) -> None:
+    assert Slurm({}, FakeSlurm(sacct=outage)).used(["101"]) == {}
+
+
+def test_a_pending_job_gets_another_dependency_and_a_refusal_is_no_error() -> None:
+    fake = FakeSlurm(scontrol=said(stderr="Job dependency problem", returncode=1))
+    Slurm({}, fake).depend("103", "afterany:101")
+    assert fake.calls == [("scontrol", "update", "JobId=103", "Dependency=afterany:101")]
 
 
 def test_a_job_that_has_ended_stays_known_without_asking_again(tmp_path: Path) -> None:

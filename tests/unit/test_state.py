@@ -135,3 +135,36 @@ def test_a_run_that_was_only_written_is_unknown_until_somebody_sends_it_by_hand(
     assert state.fold(started, Jobs(), {}, 0.0) == ("started", None)
     timeout = {"301": JobState(state="TIMEOUT", reason="0:0")}
     assert state.fold(started, Jobs(), timeout, 0.0) == ("failed", "Slurm: TIMEOUT (0:0)")
+
+
+CONTROLLED = Jobs(jobs=(SubmittedJob(role="controller", job_id="local-1-1", time=1.0),), complete=True)
+RUNG = Jobs(jobs=(*CONTROLLED.jobs, SubmittedJob(role="serve", job_id="local-2-2", time=2.0)), complete=True)
+GONE = JobState(state="FAILED", reason="its process has ended")
+
+
+@pytest.mark.parametrize("answer", [{}, {"local-1-1": JobState(state="RUNNING")}])
+def test_a_rung_without_slurm_waits_for_its_turn_as_long_as_its_controller_lives(answer: dict[str, JobState]) -> None:
+    assert state.fold(events("submit:submitted"), CONTROLLED, answer, None) == ("submitted", "waits for its turn")
+
+
+def test_a_rung_whose_controller_has_ended_before_its_turn_has_failed() -> None:
+    assert state.fold(events("submit:submitted"), CONTROLLED, {"local-1-1": GONE}, None) == (
+        "failed", "the process that was to run it has ended")
+
+
+def test_a_rung_that_runs_does_not_need_its_controller_any_more() -> None:
+    answer = {"local-1-1": GONE, "local-2-2": JobState(state="RUNNING")}
+    assert state.fold(events("submit:submitted"), RUNG, answer, None)[0] == "submitted"
+    assert state.fold(events("serve:started", "serve:loading"), RUNG, answer, 3600.0) == ("loading", None)
+
+
+def test_a_process_that_ended_without_a_word_has_failed_and_slurm_is_not_named() -> None:
+    now, reason = state.fold(events("serve:loading"), RUNG, {"local-2-2": GONE}, 0.0)
+    assert (now, reason) == ("failed", "FAILED (its process has ended)")
+
+
+def test_whoever_measures_inside_the_serve_job_is_heard_as_the_sweep_is() -> None:
+    measuring = [*events("serve:ready"), Event(time=5, writer="inside", event="measuring")]
+    assert state.fold(measuring, JOBS, RUNNING, 0.0) == ("measuring", None)
+    failed = [*measuring, Event(time=6, writer="inside", event="failed", reason="no point left a result")]
+    assert state.fold(failed, JOBS, RUNNING, 0.0) == ("failed", "no point left a result")

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from isambard_serve import status
+from isambard_serve import local, status
+from isambard_serve.errors import HostError
 from isambard_serve.plan import Plan
-from isambard_serve.records import Event, Run
+from isambard_serve.records import Event, Jobs, Run, SubmittedJob
 from isambard_serve.run import RunDir, write_whole
-from isambard_serve.slurm import Slurm
-from tests.unit.helpers import RUN_ID, FakeSlurm, keep_row, note, small_plan, some_row, submitted, written_run
+from isambard_serve.slurm import JobState, Slurm
+from tests.unit.helpers import (
+    RUN_ID,
+    RUNG_IDS,
+    FakeSlurm,
+    Shown,
+    keep_row,
+    ladder_plans,
+    note,
+    pretend_site,
+    said,
+    small_plan,
+    some_row,
+    submitted,
+    written_run,
+)
 
 
 @pytest.fixture
@@ -35,8 +50,8 @@ def run(plan: Plan) -> RunDir:
 def test_a_run_is_told_from_its_files_alone_when_slurm_is_not_to_be_asked(run: RunDir) -> None:
     read = status.read(run)
     assert read == Run(run_id=RUN_ID, recipe="small", ladder=None, site="pretend", simulated=False, state="submitted",
-                       reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, directory=str(run.path),
-                       points_done=0, points_planned=2)
+                       reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, node_hours_by="clock",
+                       directory=str(run.path), points_done=0, points_planned=2)
 
 
 def test_kept_points_are_counted(run: RunDir) -> None:
@@ -53,9 +68,90 @@ def test_slurm_says_why_a_run_waits(run: RunDir) -> None:
 
 def test_slurm_is_not_asked_about_a_run_that_has_ended(run: RunDir) -> None:
     run.record("serve", "done", reason="2 points")
+    (run.path.parent / ".jobs").mkdir()
     fake = FakeSlurm()
     assert status.read(run, Slurm({}, fake)).state == "done"
+    assert "squeue" not in fake.commands()
+
+
+def test_an_ended_runs_node_hours_are_the_accountings_once_it_knows_all_jobs(run: RunDir) -> None:
+    (run.path.parent / ".jobs").mkdir()
+    run.record("serve", "done")
+    fake = FakeSlurm(sacct="101|COMPLETED|7200|gres/gpu=1\n102|RUNNING|7200|gres/gpu=1\n")
+    assert status.read(run, Slurm({}, fake)).node_hours_by == "clock"
+    fake.answers["sacct"] = "101|COMPLETED|7200|gres/gpu=1\n102|COMPLETED|3600|gres/gpu=1\n"
+    assert status.read(run, Slurm({}, fake)).node_hours_by == "clock"
+    os.utime(run.path.parent / ".jobs" / "sacct-asked", (0, 0))
+    for slurm in (Slurm({}, fake), None):
+        read = status.read(run, slurm)
+        assert (read.node_hours_by, read.node_hours) == ("sacct", 0.75)
+    assert fake.commands() == ["sacct", "sacct"]
+
+
+@pytest.mark.parametrize("answer", [
+    HostError("sacct gave no answer within 60 s"), said(stderr="accounting storage is disabled", returncode=1),
+    "", "101|COMPLETED|7200|gres/gpu=1\n"])
+def test_as_long_as_the_accounting_does_not_know_all_jobs_the_runs_own_clock_counts(
+        run: RunDir, answer: object) -> None:
+    (run.path.parent / ".jobs").mkdir()
+    now = time.time()
+    note(run, Event(time=now - 3600, writer="serve", event="started"))
+    note(run, Event(time=now, writer="serve", event="done"))
+    fake = FakeSlurm(sacct=answer)
+    for _ in range(3):
+        read = status.read(run, Slurm({}, fake))
+        assert (read.node_hours_by, read.node_hours) == ("clock", 0.25)
+    assert fake.commands() == ["sacct"]
+    assert not run.used.exists()
+
+
+def test_a_run_that_goes_on_is_not_looked_up_in_the_accounting(run: RunDir) -> None:
+    run.record("serve", "loading")
+    fake = FakeSlurm(squeue="101|RUNNING|None\n102|PENDING|Dependency\n")
+    assert status.read(run, Slurm({}, fake)).node_hours_by == "clock"
+    assert fake.commands() == ["squeue"]
+
+
+def test_a_run_of_which_nothing_was_ever_accepted_is_told_too(plan: Plan) -> None:
+    run = written_run(plan)
+    run.record("submit", "failed", reason="not submitted: no credit")
+    fake = FakeSlurm()
+    assert status.read(run, Slurm({}, fake)).state == "failed"
+    # Without a job there is nothing to ask for; sacct would tell of all the jobs of the day.
     assert fake.calls == []
+
+
+def test_a_rung_names_the_first_of_its_ladder(tmp_path: Path) -> None:
+    runs = [written_run(plan) for plan in ladder_plans(tmp_path)]
+    assert {status.read(run).ladder for run in runs} == {RUNG_IDS[0]}
+
+
+def test_jobs_of_this_machine_are_looked_for_without_slurm(tmp_path: Path, child: Shown) -> None:
+    run = written_run(small_plan(tmp_path, site=pretend_site(scheduler="local")))
+    process = child("sleep", "60")
+    job = local.job_id(process.pid)
+    run.write_jobs(Jobs(jobs=(SubmittedJob(role="serve", job_id=job, time=1.0),), complete=True))
+    run.record("serve", "loading")
+    assert status.read(run).state == "loading"
+    process.kill()
+    process.wait()
+    read = status.read(run)
+    assert (read.state, read.reason) == ("failed", "FAILED (its process has ended)")
+    assert read.node_hours_by == "clock"
+
+
+def test_the_last_word_of_a_process_that_has_just_ended_counts(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written_run(small_plan(tmp_path, site=pretend_site(scheduler="local")))
+    run.write_jobs(Jobs(jobs=(SubmittedJob(role="serve", job_id="local-1-1", time=1.0),), complete=True))
+    run.record("serve", "measuring")
+
+    def states(_: object, job_ids: Iterable[str]) -> dict[str, JobState]:
+        run.record("serve", "done", reason="2 points")
+        return {job: JobState(state="FAILED") for job in job_ids}
+
+    monkeypatch.setattr(local.Local, "states", states)
+    assert status.read(run).state == "done"
 
 
 def test_slurm_is_asked_once_an_interval_however_often_a_run_is_read(run: RunDir) -> None:

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from isambard_serve import points, sweep
+from isambard_serve.claim import Claim, newest
 from isambard_serve.errors import NotReadyError, ServeError
 from isambard_serve.points import EngineGoneError
-from isambard_serve.records import Endpoint, Event
+from isambard_serve.records import Event, Writer
 from isambard_serve.run import RunDir, write_whole
 from isambard_serve.site import Container
 from tests.support.waiting import wait_until
-from tests.unit.helpers import Stubs, good_bench, keep_row, pretend_site, small_plan, some_row, submitted, written_run
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.helpers import (
+    HERE,
+    Stubs,
+    good_bench,
+    keep_row,
+    pretend_site,
+    ready,
+    small_plan,
+    some_row,
+    submitted,
+    written_run,
+)
 
 SRUN = """\
 printf '%s\\n' "$*" >> "$RECORD/srun"; env > "$RECORD/environ"
@@ -34,6 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often."""
     monkeypatch.setattr(sweep, "TICK_S", 0.02)
     monkeypatch.setattr(points, "TICK_S", 0.02)
+    monkeypatch.setattr(points, "PROOF_S", 0.0)
 
 
 @pytest.fixture
@@ -56,20 +74,13 @@ def run(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> RunDir
     return run
 
 
-def ready(run: RunDir) -> None:
-    """The engine says that it is ready."""
-    run.record("serve", "ready", job_id="101")
-    write_whole(run.endpoint, msgspec.json.encode(Endpoint(
-        url="http://127.0.0.1:4711", model="small-model", node="n", job_id="101", key_file=str(run.key))))
-
-
-def said(run: RunDir) -> list[Event]:
-    return run.read_events(["sweep"])
+def said(run: RunDir, writer: Writer = "sweep") -> list[Event]:
+    return run.read_events([writer])
 
 
 def test_a_sweep_measures_all_points_and_counts_the_valid_ones(run: RunDir, tmp_path: Path) -> None:
     ready(run)
-    assert sweep.sweep(str(run.path)) == 2
+    sweep.sweep(str(run.path))
     assert [event.event for event in said(run)] == ["waiting", "measuring", "point", "point", "finished"]
     assert said(run)[0].job_id == "102"
     assert said(run)[-1].reason == "2 points measured, 2 valid"
@@ -92,19 +103,18 @@ def test_its_steps_get_the_key_and_the_engines_variables_and_nothing_of_slurms(
 
 def test_a_sweep_waits_until_the_engine_is_ready(run: RunDir) -> None:
     run.record("serve", "loading")
-    results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(sweep.sweep(str(run.path))))
+    thread = threading.Thread(target=sweep.sweep, args=(str(run.path),))
     thread.start()
     wait_until(lambda: said(run), 10, "the sweep to begin", interval_s=0.01)
     assert [event.event for event in said(run)] == ["waiting"]
     ready(run)
     thread.join(10)
-    assert results == [2]
+    assert said(run)[-1].event == "finished"
 
 
 def test_an_engine_that_dies_before_it_is_ready_ends_the_sweep_which_is_no_cause_of_its_own(run: RunDir) -> None:
     run.record("serve", "failed", reason="out of memory")
-    with pytest.raises(EngineGoneError, match="never became ready: out of memory"):
+    with pytest.raises(EngineGoneError, match="is not there any more: out of memory"):
         sweep.sweep(str(run.path))
     assert [event.event for event in said(run)] == ["waiting", "left"]
 
@@ -138,7 +148,7 @@ def test_a_sweep_of_which_no_point_left_a_result_has_failed(run: RunDir, stubs: 
 def test_one_bad_point_is_counted_as_not_valid(run: RunDir) -> None:
     keep_row(run, some_row(concurrency=1, valid=False, reasons=("none_failed",)))
     ready(run)
-    assert sweep.sweep(str(run.path)) == 1
+    sweep.sweep(str(run.path))
     assert said(run)[-1].reason == "2 points measured, 1 valid"
 
 
@@ -149,3 +159,133 @@ def test_a_sweep_whose_engine_goes_away_leaves_without_a_verdict(run: RunDir, st
     with pytest.raises(EngineGoneError):
         sweep.sweep(str(run.path))
     assert [event.event for event in said(run)] == ["waiting", "measuring", "left"]
+
+
+def test_a_sweep_that_comes_when_somebody_else_measures_leaves_quietly(run: RunDir, tmp_path: Path) -> None:
+    Claim.take(run, "inside", "101", over=0)
+    ready(run)
+    sweep.sweep(str(run.path))
+    assert [event.event for event in said(run)] == ["waiting", "left"]
+    assert not (tmp_path / "srun").exists()
+
+
+def test_measuring_inside_the_serve_job_needs_no_step(run: RunDir, tmp_path: Path) -> None:
+    ready(run)
+    sweep.inside(str(run.path), 0)
+    assert [event.event for event in said(run, "inside")] == ["measuring", "point", "point", "finished"]
+    assert newest(run) == 1
+    assert not (tmp_path / "srun").exists()
+
+
+def test_taking_over_goes_on_after_the_last_kept_point(run: RunDir) -> None:
+    Claim.take(run, "sweep", "102", over=0)
+    keep_row(run, some_row(concurrency=1))
+    with FakeEngine() as engine:
+        ready(run, engine.client().url)
+        sweep.inside(str(run.path), 1)
+    assert [(event.event, event.point) for event in said(run, "inside")] == [
+        ("measuring", None), ("point", "c0002.r1"), ("finished", None)]
+    assert newest(run) == 2
+
+
+def test_a_sweep_that_comes_when_the_run_has_ended_leaves(run: RunDir, tmp_path: Path) -> None:
+    ready(run)
+    run.record("serve", "done", reason="2 points measured, 2 valid")
+    with pytest.raises(EngineGoneError, match="is not there any more: 2 points measured"):
+        sweep.sweep(str(run.path))
+    assert [event.event for event in said(run)] == ["waiting", "left"]
+    assert newest(run) == 0
+    assert not (tmp_path / "srun").exists()
+
+
+def test_a_sweep_that_loses_its_claim_while_it_measures_leaves_and_says_so(run: RunDir, stubs: Stubs) -> None:
+    stubs.add("vllm", f"""echo '{{"holder": "inside", "job_id": null, "time": 1}}' > {run.claims}/0002.json
+                          exec sleep 60""")
+    ready(run)
+    sweep.sweep(str(run.path))
+    assert [event.event for event in said(run)] == ["waiting", "measuring", "left"]
+    assert "has taken over" in str(said(run)[-1].reason)
+    assert run.read_rows() == []
+
+
+def test_a_sweep_whose_last_point_was_kept_after_it_lost_its_claim_does_not_say_that_it_has_finished(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for concurrency in (1, 2):
+        keep_row(run, some_row(concurrency=concurrency))
+    ready(run)
+    taken = Claim.take
+
+    def take_and_lose(run: RunDir, holder: str, job_id: str | None, *, over: int) -> Claim:
+        claim = taken(run, holder, job_id, over=over)
+        taken(run, "inside", "101", over=over + 1)
+        return claim
+
+    monkeypatch.setattr(Claim, "take", take_and_lose)
+    sweep.sweep(str(run.path))
+    assert [event.event for event in said(run)] == ["waiting", "measuring", "left"]
+
+
+def test_its_heart_beats_while_it_measures(run: RunDir, stubs: Stubs, tmp_path: Path) -> None:
+    stubs.add("vllm", f"cp {run.claims}/0001.beat {tmp_path}/; {BENCH}")
+    ready(run)
+    sweep.sweep(str(run.path))
+    assert (tmp_path / "0001.beat").read_text() == "0\n"
+
+
+def test_taking_over_from_a_sweep_that_was_not_gone_after_all_is_no_failure(run: RunDir) -> None:
+    Claim.take(run, "sweep", "102", over=0)
+    ready(run)
+    sweep.inside(str(run.path), 0)
+    assert run.read_rows() == []
+    assert [event.event for event in said(run, "inside")] == ["left"]
+
+
+def test_an_engine_that_does_not_let_go_of_a_predecessors_requests_is_a_failure(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "DRAIN_S", 0.05)
+    Claim.take(run, "sweep", "102", over=0)
+    with FakeEngine(metrics="vllm:num_requests_running 3\n") as engine:
+        ready(run, engine.client().url)
+        with pytest.raises(ServeError, match="still works on earlier requests"):
+            sweep.inside(str(run.path), 1)
+    assert [event.event for event in said(run, "inside")] == ["failed"]
+
+
+def test_inside_the_serve_job_an_engine_that_goes_away_is_left_without_a_verdict(run: RunDir, stubs: Stubs) -> None:
+    stubs.add("vllm", f"""echo '{{"time": 1, "writer": "serve", "event": "stopping"}}' >> {run.events}/serve.jsonl
+                          exec sleep 60""")
+    ready(run)
+    with pytest.raises(EngineGoneError):
+        sweep.inside(str(run.path), 0)
+    assert [event.event for event in said(run, "inside")] == ["measuring", "left"]
+
+
+def test_measuring_inside_is_a_program_that_ends_its_load_generator_when_it_is_asked_to_end(
+        run: RunDir, stubs: Stubs) -> None:
+    stubs.add("vllm", f"echo $$ > {run.path}/pid; exec sleep 60")
+    ready(run)
+    argv = [sys.executable, "-m", "isambard_serve.sweep", str(run.path), "0"]
+    program = subprocess.Popen(argv, cwd=HERE.parents[1])
+    try:
+        pid = int(wait_until(lambda: (run.path / "pid").exists() and (run.path / "pid").read_text().strip(), 10,
+                             "the load generator", interval_s=0.01))
+        program.terminate()
+        assert program.wait(10) == 1
+    finally:
+        program.kill()
+        program.wait()
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10,
+               "the load generator's end", interval_s=0.01)
+    assert [event.event for event in said(run, "inside")] == ["measuring"]
+
+
+def test_the_program_takes_over_the_claim_that_it_is_told(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sweep, "inside", lambda run_dir, over: told.append((run_dir, over)))
+    monkeypatch.setattr("sys.argv", ["sweep", str(run.path), "3"])
+    try:
+        sweep.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [(str(run.path), 3)]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,15 +15,17 @@ import psutil
 import pytest
 
 from isambard_serve import watch
-from isambard_serve.plan import Limits, Plan
+from isambard_serve.claim import Claim
+from isambard_serve.plan import Plan
 from isambard_serve.prepare import free_port
+from isambard_serve.recipe import END_MARGIN_S
 from isambard_serve.records import Endpoint, Sample
 from isambard_serve.run import RunDir, read_lines, write_whole
 from isambard_serve.watch import Activity, End, Watcher
 from tests.support.waiting import wait_until
 from tests.unit import fake_engine
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.helpers import HERE, Stubs, small_plan, some_sample, written_run
+from tests.unit.helpers import HERE, Stubs, small_plan, some_sample, submitted, written_run
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 ENGINE = [sys.executable, str(Path(fake_engine.__file__))]
@@ -38,8 +40,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "nid001")
 
 
-def limited(folder: Path, *, load_s: int = 60, idle_s: int = 60) -> Plan:
-    return small_plan(folder, limits=Limits(load_s=load_s, idle_s=idle_s, point_s=60))
+def limited(folder: Path, *, placement: str = "dependent", simulated: bool = False, **limits: int) -> Plan:
+    """A plan with little time for anything but what ``limits`` says."""
+    plan = small_plan(folder)
+    changed = msgspec.structs.replace(plan.limits, **{"load_s": 60, "idle_s": 60, **limits})
+    return msgspec.structs.replace(plan, limits=changed, placement=placement, simulated=simulated)
 
 
 def wait_until_ready(run: RunDir) -> None:
@@ -53,7 +58,7 @@ class Scene:
     """A watcher at work on an engine: the HTTP side is ``fake``, the process is ``process``."""
 
     def __init__(self, plan: Plan, fake: FakeEngine, process: subprocess.Popen[bytes],
-                 deadline: float | None = None) -> None:
+                 deadline: float) -> None:
         self.run = written_run(plan)
         self.process = process
         self.terminated = threading.Event()
@@ -90,7 +95,7 @@ def scene(tmp_path: Path, child: Start) -> Iterator[Callable[..., Scene]]:
     def _scene(*, plan: Plan | None = None, argv: tuple[str, ...] = ("sleep", "60"), deadline: float | None = None,
                **answers: object) -> Scene:
         fakes.append(FakeEngine(**answers).__enter__())  # type: ignore[arg-type]
-        scenes.append(Scene(plan or limited(tmp_path), fakes[-1], child(*argv), deadline))
+        scenes.append(Scene(plan or limited(tmp_path), fakes[-1], child(*argv), deadline or time.time() + 3600))
         return scenes[-1]
 
     yield _scene
@@ -220,7 +225,7 @@ def test_an_engine_that_nobody_asks_for_anything_is_ended(scene: Callable[..., S
     assert "idle_timeout" in watched.end().reason
 
 
-@pytest.mark.parametrize("left_s", [watch.DEADLINE_MARGIN_S - 1, -5.0])
+@pytest.mark.parametrize("left_s", [END_MARGIN_S - 1, -5.0])
 def test_a_job_stops_by_itself_before_its_time_limit_cuts_it_off(scene: Callable[..., Scene], left_s: float) -> None:
     watched = scene(deadline=time.time() + left_s)
     watched.begin()
@@ -229,7 +234,7 @@ def test_a_job_stops_by_itself_before_its_time_limit_cuts_it_off(scene: Callable
 
 
 def test_a_job_with_time_left_goes_on(scene: Callable[..., Scene]) -> None:
-    watched = scene(deadline=time.time() + watch.DEADLINE_MARGIN_S + 60)
+    watched = scene(deadline=time.time() + END_MARGIN_S + 60)
     watched.ready()
     assert watched.ends == []
 
@@ -245,6 +250,164 @@ def test_idle_is_counted_from_the_last_sign_of_a_request() -> None:
     assert activity.idle_s(310) == 0
     activity.note(some_sample(requests_total=1, generation_tokens_total=5), 400)
     assert activity.idle_s(401) == 1
+
+
+class Inside:
+    """Stands where the watcher starts the measuring inside its job, and does ``script`` instead."""
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+        self.commands: list[list[str]] = []
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.logs: list[Path] = []
+        self.bound: list[bool] = []
+
+    def __call__(self, argv: list[str], *, env: Mapping[str, str], log: Path, bound: bool) -> subprocess.Popen[bytes]:
+        """Start it, as :func:`isambard_serve.process.start` would."""
+        self.commands.append(argv)
+        self.logs.append(log)
+        self.bound.append(bound)
+        self.children.append(subprocess.Popen(["bash", "-c", self.script], process_group=0))
+        return self.children[-1]
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Inside]]:
+    """Have the script given measure inside the serve job. Nothing of it may outlive the watcher."""
+    made: list[Inside] = []
+
+    def _inside(script: str) -> Inside:
+        made.append(Inside(script))
+        monkeypatch.setattr("isambard_serve.process.start", made[-1])
+        return made[-1]
+
+    yield _inside
+    for each in made:
+        for process in each.children:
+            process.kill()
+            process.wait()
+
+
+def say(run: RunDir, event: str) -> str:
+    """A command that says ``event`` as whoever measures inside."""
+    return f"""echo '{{"time": 9e9, "writer": "inside", "event": "{event}"}}' >> {run.events}/inside.jsonl"""
+
+
+def looked(watched: Scene, times: int = 3) -> None:
+    """Wait until the watcher has had the time to look at all there is."""
+    seen = len(read_lines(watched.run.samples, Sample))
+    wait_until(lambda: len(read_lines(watched.run.samples, Sample)) >= seen + times, 10, "samples", interval_s=0.005)
+
+
+def test_if_no_sweep_comes_in_time_the_points_are_measured_from_inside(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, grace_s=0))
+    started = inside(f"{say(watched.run, 'finished')}; sleep 60")
+    watched.begin()
+    assert watched.end().event == "done"
+    assert started.commands == [[sys.executable, "-m", "isambard_serve.sweep", str(watched.run.path), "0"]]
+    assert started.logs == [watched.run.serve_log]
+    assert started.bound == [True]
+    (noted,) = [event.reason for event in watched.run.read_events(["serve"]) if event.event == "note"]
+    assert noted == "measuring from inside the serve job: no sweep came within 0 s"
+
+
+def test_nothing_is_taken_over_before_the_engine_is_ready(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, grace_s=0, placement="inside"), health=503)
+    started = inside("sleep 60")
+    watched.begin()
+    time.sleep(0.1)
+    assert started.commands == []
+
+
+def test_a_sweep_whose_heartbeat_stands_still_is_taken_over_from_its_claim(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, silence_s=0))
+    started = inside("sleep 60")
+    Claim.take(watched.run, "sweep", "102", over=0)
+    (watched.run.claims / "0001.beat").write_text("7\n")
+    watched.ready()
+    wait_until(lambda: started.commands, 10, "the takeover", interval_s=0.005)
+    assert started.commands[0][-1] == "1"
+    assert "heartbeat stood still" in str(watched.run.read_events(["serve"])[-1].reason)
+
+
+def test_a_sweep_that_came_in_time_is_left_alone(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, grace_s=0))
+    started = inside("sleep 60")
+    claim = Claim.take(watched.run, "sweep", "102", over=0)
+    with claim.beating(0.01):
+        watched.ready()
+        looked(watched)
+    assert started.commands == []
+    assert watched.words() == ["ready"]
+
+
+def test_where_the_plan_says_so_the_points_are_measured_from_inside_at_once_and_once(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, placement="inside"))
+    started = inside("sleep 60")
+    watched.ready()
+    looked(watched)
+    assert len(started.commands) == 1
+    assert str(watched.run.read_events(["serve"])[-1].reason).endswith(": as planned")
+    watched.terminated.set()
+    assert watched.end().event == "stopping"
+    assert started.children[0].poll() is not None
+
+
+def test_measuring_inside_that_ends_without_a_last_word_fails_the_job(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, placement="inside"))
+    inside("exit 3")
+    watched.begin()
+    assert watched.end() == End("failed", "measuring inside the serve job ended with 3")
+
+
+def test_measuring_inside_that_fails_says_why_itself(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, placement="inside"))
+    inside(f"{say(watched.run, 'failed')}; exit 1")
+    watched.begin()
+    assert watched.end() == End("stopping", "the sweep gave up")
+
+
+def test_measuring_inside_that_leaves_because_somebody_else_measures_ends_nothing(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, placement="inside"))
+    started = inside(say(watched.run, "left"))
+    watched.ready()
+    wait_until(lambda: started.children and started.children[0].poll() is not None, 10, "it to leave", interval_s=0.005)
+    looked(watched)
+    assert watched.ends == []
+    watched.run.record("sweep", "finished", reason="2 points measured, 2 valid")
+    assert watched.end().event == "done"
+
+
+def test_a_simulated_engine_is_sampled_more_often(
+        scene: Callable[..., Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SAMPLE_S", 1000.0)
+    monkeypatch.setattr(watch, "SIMULATED_SAMPLE_S", 0.01)
+    watched = scene(plan=limited(tmp_path, simulated=True))
+    watched.ready()
+    looked(watched, 2)
+
+
+def test_a_full_disk_ends_no_run_by_itself(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def full(*_: object) -> None:
+        tried.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(watch, "append_line", full)
+    watched = scene()
+    watched.ready()
+    assert tried.wait(10)
+    watched.run.record("sweep", "finished", reason="2 points measured, 2 valid")
+    assert watched.end().event == "done"
 
 
 @pytest.fixture
@@ -321,3 +484,51 @@ def test_a_serve_job_that_is_asked_to_end_takes_its_engine_with_it(prepared: Run
     events = prepared.read_events(["serve"])
     assert events[-1].event == "stopping"
     assert "asked to end by a signal" in str(events[-1].reason)
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_without_slurms_word_the_jobs_time_limit_is_the_plans(tmp_path: Path) -> None:
+    run = written_run(limited(tmp_path / "runs", time_s=END_MARGIN_S - 1))
+    write_whole(run.slots, "port=1\n")
+    write_whole(run.key, "secret")
+    assert watch.serve(run, ["sleep", "60"]) == 1
+    assert "time limit is 180 s away" in str(run.read_events(["serve"])[-1].reason)
+
+
+@pytest.mark.usefixtures("same_handler")
+@pytest.mark.parametrize(("came", "cancelled"), [(False, ["102"]), (True, [])])
+def test_a_sweep_that_has_not_come_is_dismissed_when_the_engine_has_ended(
+        prepared: RunDir, monkeypatch: pytest.MonkeyPatch, stubs: Stubs, came: bool, cancelled: list[str]) -> None:
+    record = prepared.path / "cancelled"
+    stubs.add("scontrol", "true")
+    stubs.add("scancel", f'echo "$@" >> {record}')
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    write_whole(prepared.jobs, msgspec.json.encode(submitted()))
+    if came:
+        prepared.record("sweep", "waiting", job_id="102")
+    assert watch.serve(prepared, ["true"]) == 1
+    assert (record.read_text().split() if record.exists() else []) == cancelled
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_a_sweep_that_slurm_will_not_cancel_changes_nothing(
+        prepared: RunDir, monkeypatch: pytest.MonkeyPatch, stubs: Stubs) -> None:
+    stubs.add("scontrol", "true")
+    stubs.add("scancel", "echo outage >&2; exit 1")
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    write_whole(prepared.jobs, msgspec.json.encode(submitted()))
+    assert watch.serve(prepared, ["true"]) == 1
+    assert [event.event for event in prepared.read_events(["serve"])] == ["loading", "failed"]
+
+
+def test_an_engine_whose_watcher_is_killed_is_ended_by_the_kernel(prepared: RunDir) -> None:
+    argv = [sys.executable, "-m", "isambard_serve.watch", str(prepared.path), "--", *engine_argv(prepared)]
+    job = subprocess.Popen(argv, cwd=HERE.parents[1])
+    try:
+        wait_until_ready(prepared)
+        (engine,) = psutil.Process(job.pid).children()
+    finally:
+        job.kill()
+        job.wait()
+    wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 10, "the engine's end",
+               interval_s=0.01)

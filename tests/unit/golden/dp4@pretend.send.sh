@@ -12,9 +12,9 @@ unset "${!SBATCH_@}" "${!SLURM_@}"
 serve=$(sbatch --parsable serve.sbatch)
 serve=${serve%%;*}
 # The sweep goes first when anything fails: cancelling the serve job would set it free to run.
-trap 'scancel "$serve"' ERR
+trap 'scancel "$serve"; exit 1' ERR INT TERM
 sweep=$(sbatch --parsable --dependency=after:"$serve"+10 sweep.sbatch)
 sweep=${sweep%%;*}
-trap 'scancel "$sweep"; scancel "$serve"' ERR
+trap 'scancel "$sweep"; scancel "$serve"; exit 1' ERR INT TERM
 cp submitit/sweep.pkl "submitit/${sweep}_submitted.pkl"
 echo "serve job $serve, sweep job $sweep"

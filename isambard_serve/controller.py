@@ -1,0 +1,82 @@
+"""Runs without Slurm: one detached process takes a submission's rungs one after another.
+
+Each rung is the same ``serve.sbatch``, run by bash, and its sweep, run by submitit's local executor.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import submitit
+
+from isambard_serve import local, slurm
+from isambard_serve.plan import Plan
+from isambard_serve.records import Jobs, SubmittedJob
+from isambard_serve.run import RunDir, Runs, read_record
+from isambard_serve.sweep import sweep
+
+SWEEP_GRACE_S = 30.0
+
+
+def start(runs: list[RunDir], plans: list[Plan]) -> None:
+    """Starts the controller of ``runs``, apart from this process, and notes it as theirs."""
+    env = slurm.environment(plans[0].export, os.environ)
+    with open(runs[0].path / "controller.log", "ab") as log:
+        child = subprocess.Popen([plans[0].python, "-m", "isambard_serve.controller", *(str(run.path) for run in runs)],
+                                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                                 cwd=runs[0].path, start_new_session=True)
+    for run in runs:
+        _note(run, {"controller": local.job_id(child.pid)})
+
+
+def _note(run: RunDir, ids: dict[str, str]) -> None:
+    """Notes the job ids of ``run`` beside those noted before."""
+    known = {job.role: job for job in run.read_jobs().jobs}
+    for role in ("serve", "sweep", "controller"):
+        if role in ids:
+            known[role] = SubmittedJob(role=role, job_id=ids[role], time=time.time())
+    run.write_jobs(Jobs(jobs=tuple(known.values()), complete=True))
+    index = Runs(run.path.parent, read_record(run.plan, Plan).site)
+    for role, job in ids.items():
+        if role != "controller":
+            index.remember(job, run.run_id)
+
+
+def serve(run: RunDir) -> None:
+    """Runs one rung to its end."""
+    plan = read_record(run.plan, Plan)
+    with open(run.serve_log, "ab") as log:
+        child = subprocess.Popen(["bash", run.serve_script], stdin=subprocess.DEVNULL, stdout=log,
+                                 stderr=subprocess.STDOUT, cwd=run.path)
+    _note(run, {"serve": local.job_id(child.pid)})
+    job: submitit.Job[None] | None = None
+    if plan.placement == "dependent":
+        executor = submitit.LocalExecutor(run.submitit, python=None)
+        # Its own default would end the sweep after two minutes.
+        executor.update_parameters(timeout_min=plan.sweep_minutes, stderr_to_stdout=True)
+        job = executor.submit(sweep, str(run.path))
+        _note(run, {"sweep": local.job_id(int(job.job_id))})
+    child.wait()
+    if job is not None:
+        # It sees for itself that the engine has gone.
+        deadline = time.monotonic() + SWEEP_GRACE_S
+        while not job.done() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if not job.done():
+            job.cancel()
+
+
+def main() -> None:
+    """``python -m isambard_serve.controller RUN_DIR…``: the rungs in order, but for those cancelled meanwhile."""
+    for path in sys.argv[1:]:
+        run = RunDir(Path(path))
+        if not run.read_events(["cancel"]):
+            serve(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The sandbox: the same scripts and the same loop as on a cluster, as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+
+from tests.sandbox.conftest import Newcomer
+
+QUICK = ("--set", "bench.concurrency=[64, 128]")
+
+
+def test_the_published_ladder_comes_out_in_its_order_and_near_its_ratios(newcomer: Newcomer) -> None:
+    rungs = newcomer.starts("tp4", "dp4", "dp4-humming")
+    for rung in rungs:
+        assert newcomer.waits_for(rung, "done", "failed", timeout_s=90)["state"] == "done"
+    collected = newcomer.asks("collect", "--ladder", "latest")
+    assert collected["simulated"]
+    assert all(run["simulated"] for run in collected["runs"])
+    assert all(row["valid"] and row["time_scale"] > 1 for row in collected["rows"])
+    tp4, dp4, humming = (max(row["output_tok_s"] for row in collected["rows"] if row["run_id"] == rung)
+                         for rung in rungs)
+    # The article's ratios: 2.2 and 1.4.
+    assert dp4 / tp4 == pytest.approx(2.2, rel=0.25)
+    assert humming / dp4 == pytest.approx(1.4, rel=0.25)
+    assert "simulated" in newcomer.does("collect", "--ladder", "latest").stdout
+
+
+def test_status_logs_and_collect_take_the_local_job_ids(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", *QUICK)
+    job = newcomer.waits_for(run_id, "done")["jobs"]["serve"]
+    assert job.startswith("local-")
+    assert newcomer.run_of(job)["run_id"] == run_id
+    assert "simulated" in newcomer.does("logs", job).stdout
+    assert newcomer.asks("collect", job)["rows"]
+    assert (newcomer.home / "results" / run_id / "results.csv").is_file()
+
+
+def test_cancel_ends_the_running_rung_only_and_the_next_has_its_turn(newcomer: Newcomer) -> None:
+    first, second = newcomer.starts("tp4", "dp4", *QUICK, "--set", "engine.extra_args=[--sim-fault, hang]")
+    newcomer.waits_for(first, "loading", "ready", "measuring")
+    newcomer.asks("cancel", first)
+    assert newcomer.run_of(first)["state"] == "cancelled"
+    newcomer.waits_for(second, "loading", "ready", "measuring")
+    newcomer.asks("cancel", "--ladder", first)
+    assert [newcomer.run_of(rung)["state"] for rung in (first, second)] == ["cancelled", "cancelled"]
+
+
+def test_a_cancelled_rung_that_waits_never_starts(newcomer: Newcomer) -> None:
+    first, second, third = newcomer.starts("tp4", "dp4", "dp4-humming", *QUICK)
+    newcomer.asks("cancel", second)
+    newcomer.waits_for(third, "done")
+    assert newcomer.run_of(first)["state"] == "done"
+    assert newcomer.run_of(second)["state"] == "cancelled"
+    assert not newcomer.events(second, "serve")
+
+
+def test_rungs_whose_controller_was_killed_are_failed_and_the_running_one_goes_on(newcomer: Newcomer) -> None:
+    first, second = newcomer.starts("tp4", "dp4", *QUICK)
+    newcomer.waits_for(first, "loading", "ready", "measuring")
+    controller = psutil.Process(int(newcomer.run_of(second)["jobs"]["controller"].split("-")[1]))
+    controller.kill()
+    assert newcomer.waits_for(second, "failed")["reason"] == "the process that was to run it has ended"
+    assert newcomer.waits_for(first, "done")["points_done"] == 2
+
+
+@pytest.mark.parametrize("fault", ["die-at-start", "die-in-point=2:0", "die-in-point=2:-9"])
+def test_an_engine_that_dies_is_a_failed_run_whatever_its_exit_code(newcomer: Newcomer, fault: str) -> None:
+    (run_id,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64, 512, 1024]",
+                                "--set", f"engine.extra_args=[--sim-fault, '{fault}']")
+    run = newcomer.waits_for(run_id, "failed")
+    assert "the engine ended by itself" in run["reason"]
+    kept = 0 if fault == "die-at-start" else 1
+    assert [row["concurrency"] for row in newcomer.asks("collect", run_id)["rows"]] == [64][:kept]
+
+
+def test_failed_requests_make_rows_that_say_so_everywhere(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64]",
+                                "--set", "engine.extra_args=[--sim-fault, 'fail-requests=0.5']")
+    newcomer.waits_for(run_id, "done")
+    row = newcomer.asks("collect", run_id)["rows"][0]
+    assert not row["valid"]
+    assert set(row["reasons"]) >= {"completed", "none_failed"}
+    shown = newcomer.does("collect", run_id).stdout
+    assert "NO: " in shown
+    table = (newcomer.home / "results" / run_id / "results.csv").read_text()
+    assert "none_failed" in table
+    assert not json.loads((newcomer.home / "results" / run_id / "results.json").read_text())["rows"][0]["valid"]
+
+
+def test_an_engine_that_hangs_never_becomes_ready_and_is_given_up(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", *QUICK, "--set", "engine.extra_args=[--sim-fault, hang]",
+                                "--set", "resources.load_limit=3s")
+    assert "not ready within 3 s" in newcomer.waits_for(run_id, "failed")["reason"]
+
+
+def test_measuring_inside_needs_no_sweep(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", *QUICK, "--placement", "inside")
+    run = newcomer.waits_for(run_id, "done")
+    assert set(run["jobs"]) == {"serve", "controller"}
+    assert [event["event"] for event in newcomer.events(run_id, "inside")][-1] == "finished"
