@@ -22,7 +22,8 @@ TARGET = Path(__file__).with_name("reference.md")
 def commands() -> str:
     """Every command's help, as it is shown."""
     parts = []
-    context = click.Context(cli.main, info_name="isambard-serve")
+    settings = cli.main.context_settings
+    context = click.Context(cli.main, info_name="isambard-serve", **settings)
     for name in sorted(cli.main.commands):
         command = cli.main.commands[name]
         child = click.Context(command, info_name=name, parent=context, max_content_width=100, terminal_width=100)

@@ -10,7 +10,7 @@ import msgspec
 
 from isambard_serve.plan import Plan, Point, filled
 from isambard_serve.records import Row, Sample
-from isambard_serve.validity import Measured, judge
+from isambard_serve.validity import Measured, increase, judge
 
 RESULT = "bench.json"
 
@@ -38,16 +38,18 @@ def result(folder: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def row(plan: Plan, point: Point, *, bench: dict[str, Any] | None, returncode: int | None,
+def row(plan: Plan, point: Point, *, node: str, bench: dict[str, Any] | None, returncode: int | None,
         window: Sequence[Sample]) -> Row:
     """The row of ``point``.
 
     Args:
+        node: the node that the engine ran on.
         bench: the benchmark's own JSON, if it left one.
         returncode: how its command ended; None if it had to be ended.
         window: the engine's samples from before the first request to after the last.
     """
-    reasons, unknown = judge(Measured(bench=bench, returncode=returncode, point=point, osl=plan.osl))
+    reasons, unknown = judge(Measured(bench=bench, returncode=returncode, point=point, isl=plan.isl, osl=plan.osl,
+                                      min_window_s=plan.limits.window_s, window=tuple(window)))
 
     def number(key: str) -> float | None:
         value = (bench or {}).get(key)
@@ -62,6 +64,7 @@ def row(plan: Plan, point: Point, *, bench: dict[str, Any] | None, returncode: i
         run_id=plan.run_id,
         recipe=plan.recipe,
         simulated=plan.simulated,
+        node=node,
         concurrency=point.concurrency,
         repeat=point.repeat,
         output_tok_s=output_tok_s,
@@ -72,8 +75,8 @@ def row(plan: Plan, point: Point, *, bench: dict[str, Any] | None, returncode: i
         median_ttft_ms=number("median_ttft_ms"),
         median_tpot_ms=tpot_ms,
         p99_tpot_ms=number("p99_tpot_ms"),
-        kv_cache_usage_max=max((sample.kv_cache_usage for sample in window), default=None),
-        preemptions=window[-1].preemptions_total - window[0].preemptions_total if window else None,
+        kv_cache_usage_max=max((kv for sample in window if (kv := sample.kv_cache_usage) is not None), default=None),
+        preemptions=increase(window, "preemptions_total"),
         duration_s=duration_s,
         time_scale=number("time_scale") or 1.0,
         node_hours=node_hours,

@@ -20,17 +20,24 @@ from isambard_serve.run import RunDir, Runs, read_record
 from isambard_serve.sweep import sweep
 
 SWEEP_GRACE_S = 30.0
+GO = b"go\n"
 
 
 def start(runs: list[RunDir], plans: list[Plan]) -> None:
-    """Starts the controller of ``runs``, apart from this process, and notes it as theirs."""
+    """Starts the controller of ``runs``, apart from this process, and notes it as theirs.
+
+    It waits for a word that all is noted; if this process ends before, it ends too and nothing runs.
+    """
     env = slurm.environment(plans[0].export, os.environ)
     with open(runs[0].path / "controller.log", "ab") as log:
         child = subprocess.Popen([plans[0].python, "-m", "isambard_serve.controller", *(str(run.path) for run in runs)],
-                                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                                 env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                                  cwd=runs[0].path, start_new_session=True)
     for run in runs:
         _note(run, {"controller": local.job_id(child.pid)})
+    assert child.stdin is not None  # noqa: S101 - it is a pipe
+    with child.stdin as gate:
+        gate.write(GO)
 
 
 def _note(run: RunDir, ids: dict[str, str]) -> None:
@@ -72,6 +79,8 @@ def serve(run: RunDir) -> None:
 
 def main() -> None:
     """``python -m isambard_serve.controller RUN_DIR…``: the rungs in order, but for those cancelled meanwhile."""
+    if sys.stdin.buffer.read() != GO:
+        return
     for path in sys.argv[1:]:
         run = RunDir(Path(path))
         if not run.read_events(["cancel"]):

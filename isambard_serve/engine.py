@@ -7,7 +7,6 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
 
 from isambard_serve.records import Sample
 
@@ -97,13 +96,12 @@ def parse_metrics(text: str, *, now: float, scrape_ms: float) -> Sample:
     names = (*_SUMS, _FULLEST)
     # Parsing all 70 KB each second would cost a core some percent; these few lines are what is read.
     wanted = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(names))
-    sums: defaultdict[str, float] = defaultdict(float)
-    fullest = 0.0
+    sums: dict[str, float] = {}
+    fullest: float | None = None
     for family in text_string_to_metric_families(wanted):
         for name, _, value, *_ in family.samples:
             if name in _SUMS:
-                sums[_SUMS[name]] += value
+                sums[_SUMS[name]] = sums.get(_SUMS[name], 0.0) + value
             elif name == _FULLEST:
-                fullest = max(fullest, value)
-    return Sample(time=now, scrape_ms=scrape_ms, kv_cache_usage=fullest,
-                  **{field: sums[field] for field in _SUMS.values()})
+                fullest = max(fullest or 0.0, value)
+    return Sample(time=now, scrape_ms=scrape_ms, kv_cache_usage=fullest, **sums)

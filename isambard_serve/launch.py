@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from isambard_serve.errors import HostError, UsageError
 from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.records import Jobs, SubmittedJob
-from isambard_serve.run import RunDir, Runs, read_record, write_whole
+from isambard_serve.run import RunDir, Runs, point_name, read_record, write_whole
 from isambard_serve.slurm import Slurm
 from isambard_serve.sweep import sweep
 
@@ -75,11 +76,30 @@ def write(plan: Plan, chosen: recipe.Recipe) -> RunDir:
     write_whole(run.lock, recipe.locked(chosen))
     for name, text in texts.items():
         write_whole(run.path / name, text, mode=0o700 if name == "send.sh" else 0o600)
+    if plan.resumes:
+        _take_over(RunDir(run.path.parent / plan.resumes), run, plan)
     delayed = DelayedSubmission(sweep, str(run.path))
     delayed.set_timeout(plan.sweep_minutes, 0)
     delayed.dump(run.submitit / "sweep.pkl")
     write_whole(run.plan, msgspec.json.format(msgspec.json.encode(plan), indent=2))
     return run
+
+
+def _valid_points(run: RunDir, plan: Plan) -> set[str]:
+    """The points of ``plan`` that ``run`` has a valid row for."""
+    valid = {point_name(row.concurrency, row.repeat) for row in run.read_rows() if row.valid}
+    return valid & {point.name for point in plan.points}
+
+
+def left(before: RunDir, plan: Plan) -> int:
+    """How many points of ``plan`` the run ``before`` leaves to be measured."""
+    return len(plan.points) - len(_valid_points(before, plan))
+
+
+def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
+    """Copies the valid points of the run ``before``, which are not measured again. Each row says where it was."""
+    for name in sorted(_valid_points(before, plan)):
+        shutil.copytree(before.points / name, run.points / name)
 
 
 def check_needs(plan: Plan) -> None:

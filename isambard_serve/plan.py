@@ -48,13 +48,15 @@ class Point(Record, frozen=True):
 class Limits(Record, frozen=True):
     """Seconds that things may take: the engine's start, the whole job, a time without requests, one point.
 
-    ``grace_s`` is how long the sweep may take to come, ``silence_s`` how long its heartbeat may stand still.
+    ``window_s`` is the least that a point must measure for, to be believed. ``grace_s`` is how long the sweep may
+    take to come, ``silence_s`` how long its heartbeat may stand still.
     """
 
     load_s: int
     time_s: int
     idle_s: int
     point_s: int
+    window_s: int
     grace_s: int
     silence_s: int
 
@@ -79,10 +81,11 @@ class Plan(Record, frozen=True):
     scheduler: Literal["slurm", "local"]
     placement: Literal["dependent", "inside"]
     ladder: tuple[str, ...]
+    resumes: str | None
     simulated: bool
     python: str
     model: str
-    served_context: str
+    isl: int
     osl: int
     gpus: int
     node_gpus: int
@@ -118,13 +121,15 @@ def filled(words: Sequence[Word], **values: str) -> list[str]:
     return [word if isinstance(word, str) else word.before + values[word.slot] for word in words]
 
 
-def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, ladder: tuple[str, ...] = ()) -> Plan:
+def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, ladder: tuple[str, ...] = (),
+         resumes: str | None = None) -> Plan:
     """The plan of running ``recipe`` at ``site`` (whose variables are resolved) as ``run_id``.
 
     Args:
         runs_dir: the folder that the run directory will stand in; absolute.
         python: the interpreter that the jobs use; this package must be importable there.
         ladder: the run ids of all rungs, in order, if the run is one of several submitted together.
+        resumes: the run whose valid points it takes over.
 
     Raises:
         UsageError: the two do not go together, or a directive cannot be written.
@@ -149,10 +154,11 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         scheduler=site.scheduler,
         placement=site.placement,
         ladder=ladder,
+        resumes=resumes,
         simulated=simulated,
         python=python,
         model=recipe.model,
-        served_context=f"{recipe.bench.isl}/{recipe.bench.osl}",
+        isl=recipe.bench.isl,
         osl=recipe.bench.osl,
         gpus=recipe.resources.gpus,
         node_gpus=site.node.gpus,
@@ -162,6 +168,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
             time_s=time_s,
             idle_s=seconds(recipe.resources.idle_timeout, recipe.name),
             point_s=seconds(recipe.bench.point_limit, recipe.name),
+            window_s=seconds(recipe.bench.min_window, recipe.name),
             grace_s=seconds(recipe.resources.sweep_grace, recipe.name),
             silence_s=seconds(recipe.resources.sweep_silence, recipe.name),
         ),

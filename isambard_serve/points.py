@@ -47,18 +47,19 @@ class Loop:
     Args:
         writer: whose events tell of the points.
         step: the words before the load generator's own command: what puts it beside the engine.
-        port: where the engine listens on its node.
+        node: the engine's node, and ``port``: where it listens there.
         env: the load generator's variables.
         start: starts a program; tests put a fake here.
     """
 
-    def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, step: Sequence[str], port: str,
-                 env: Mapping[str, str], start: Start = process.start) -> None:
+    def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, step: Sequence[str], node: str,
+                 port: str, env: Mapping[str, str], start: Start = process.start) -> None:
         self._run = run
         self._plan = plan
         self._claim = claim
         self._writer: Writer = writer
         self._step = step
+        self._node = node
         self._port = port
         self._env = env
         self._start = start
@@ -101,7 +102,8 @@ class Loop:
         finally:
             process.stop(child, STOP_GRACE_S)
         window = [sample for sample in read_lines(self._run.samples, Sample) if began <= sample.time]
-        kept = bench.row(self._plan, point, bench=bench.result(folder), returncode=returncode, window=window)
+        kept = bench.row(self._plan, point, node=self._node, bench=bench.result(folder), returncode=returncode,
+                         window=window)
         if not kept.valid:
             self._check_engine_outlived(point)
         self._claim.check()
@@ -109,7 +111,8 @@ class Loop:
             write_once(folder / "row.json", msgspec.json.format(msgspec.json.encode(kept), indent=2))
         except FileExistsError as error:
             raise SupersededError(f"somebody else has kept {point.name}", where=f"run {self._run.run_id}") from error
-        self._run.record(self._writer, "point", point=point.name)
+        how = None if returncode == 0 else f"the load generator ended with {returncode}: see {point.name}/bench.log"
+        self._run.record(self._writer, "point", point=point.name, reason=how)
         return kept
 
 

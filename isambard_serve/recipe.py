@@ -55,7 +55,8 @@ class Bench(Record, frozen=True):
     """The load: ``vllm bench serve`` with random prompts, one point for each concurrency and repeat.
 
     ``isl`` and ``osl`` are input and output length in tokens; each point sends ``prompts_per_concurrency`` ×
-    concurrency requests and may take ``point_limit`` at most. ``args`` adds flags of ``vllm bench serve``.
+    concurrency requests and may take ``point_limit`` at most. A point that was measured for less than
+    ``min_window`` is not valid. ``args`` adds flags of ``vllm bench serve``.
     """
 
     isl: Count
@@ -64,6 +65,7 @@ class Bench(Record, frozen=True):
     repeats: Count = 1
     prompts_per_concurrency: Count = 2
     point_limit: str = "30m"
+    min_window: str = "60s"
     args: dict[str, Scalar | list[Scalar]] = {}
 
 
@@ -159,7 +161,8 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     if seconds(recipe.resources.time, where) <= END_MARGIN_S:
         raise UsageError(f"must be longer than {END_MARGIN_S} s: so long before its end a job stops by itself",
                          where=f"{where}: resources.time")
-    seconds(recipe.bench.point_limit, f"{where}: bench.point_limit")
+    for key in ("point_limit", "min_window"):
+        seconds(getattr(recipe.bench, key), f"{where}: bench.{key}")
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")

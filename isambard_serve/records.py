@@ -52,21 +52,21 @@ class Event(Record, frozen=True):
 class Sample(Record, frozen=True):
     """One reading of the engine's ``/metrics``, summed over its DP ranks (KV cache: the fullest rank).
 
-    Counters (``*_total``) count from the engine's start. ``kv_cache_usage``: 1.0 is full.
-    ``scrape_ms``: how long the reading took.
+    Counters (``*_total``) count from the engine's start. ``kv_cache_usage``: 1.0 is full. None: the engine has no
+    such metric. ``scrape_ms``: how long the reading took.
     """
 
     time: float
     scrape_ms: float
-    running: float
-    waiting: float
-    kv_cache_usage: float
-    preemptions_total: float
-    prompt_tokens_total: float
-    generation_tokens_total: float
-    requests_total: float
-    prefix_cache_queries_total: float
-    prefix_cache_hits_total: float
+    running: float | None = None
+    waiting: float | None = None
+    kv_cache_usage: float | None = None
+    preemptions_total: float | None = None
+    prompt_tokens_total: float | None = None
+    generation_tokens_total: float | None = None
+    requests_total: float | None = None
+    prefix_cache_queries_total: float | None = None
+    prefix_cache_hits_total: float | None = None
 
 
 class Row(Record, frozen=True):
@@ -75,12 +75,14 @@ class Row(Record, frozen=True):
     ``tok_s_per_user`` is 1000 / median TPOT in ms; ``node_hours`` and ``output_tok_per_node_hour`` cover the
     measured window alone. ``valid`` is true only if no rule refuted the row (``reasons``); ``unknown`` names the
     rules that could not be judged. ``simulated``: the engine was, and no number is a measurement; its clock runs
-    ``time_scale`` times as fast as the wall's.
+    ``time_scale`` times as fast as the wall's. ``run_id`` and ``node`` are where it was measured, also when another
+    run has taken it over.
     """
 
     run_id: str
     recipe: str
     simulated: bool
+    node: str
     concurrency: int
     repeat: int
     output_tok_s: float | None

@@ -114,8 +114,14 @@ class Slurm:
             raise HostError(f"scancel failed for {'; '.join(refused)}")
 
     def cancel_named(self, name: str) -> None:
-        """Cancels the user's jobs called ``name``: one whose id was never heard, because the answer was lost."""
-        self._call("scancel", "--me", f"--name={name}")
+        """Cancels the user's jobs called ``name``: one whose id was never heard, because the answer was lost.
+
+        Raises:
+            HostError: Slurm refused, or could not be reached.
+        """
+        done = self._call("scancel", "--me", f"--name={name}")
+        if done.returncode != 0:
+            raise HostError(f"scancel --name={name} failed: {done.stderr.strip()}")
 
     def depend(self, job_id: str, dependency: str) -> None:
         """Gives a pending job another dependency.

@@ -72,8 +72,8 @@ def inside(run_dir: str, over: int) -> None:
 
 
 def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequence[str], endpoint: Endpoint) -> None:
-    loop = points.Loop(run, plan, claim, writer=writer, step=step, port=endpoint.url.rpartition(":")[2],
-                       env=_generator_environment(run, plan))
+    loop = points.Loop(run, plan, claim, writer=writer, step=step, node=endpoint.node,
+                       port=endpoint.url.rpartition(":")[2], env=_generator_environment(run, plan))
     try:
         with claim.beating():
             run.record(writer, "measuring", job_id=os.environ.get("SLURM_JOB_ID"))

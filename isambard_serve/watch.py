@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ class Activity:
 
     def __init__(self, now: float) -> None:
         self._since = now
-        self._seen: tuple[float, ...] = ()
+        self._seen: tuple[float | None, ...] = ()
 
     def note(self, sample: Sample, now: float) -> None:
         """Takes in a sample."""
@@ -196,7 +197,7 @@ class Watcher:
                 self._over.wait(5.0)
         if not self._over.is_set():
             job_id = os.environ.get("SLURM_JOB_ID")
-            node = os.environ.get("SLURMD_NODENAME", "localhost")
+            node = os.environ.get("SLURMD_NODENAME") or platform.node()
             write_whole(self._run.endpoint, msgspec.json.encode(Endpoint(
                 url=self._client.url, model=self._plan.model, node=node, job_id=job_id,
                 key_file=str(self._run.key))))

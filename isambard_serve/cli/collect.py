@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", metavar="DIR", default="results", show_default=True,
               help="The folder in which each run gets a folder of its own, named by its run id.")
 @click.option("--ladder", "whole_ladder", is_flag=True, help="Bring all rungs that were submitted together.")
+@click.option("--require-valid", is_flag=True, help="Exit with 1 unless every run is done and every row valid.")
 @options.as_json
-def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_ladder: bool, as_json: bool) -> None:
+def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_ladder: bool, require_valid: bool,
+            as_json: bool) -> None:
     """Bring a run's evidence here and show its table, while it runs or after.
 
     Every file of the run is copied (but for keys); what is here already is left alone. results.csv and
@@ -30,6 +32,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     from isambard_serve import collect as collecting
     from isambard_serve import status as statuses
     from isambard_serve import table
+    from isambard_serve.errors import ServeError
     from isambard_serve.run import RunDir, write_whole
 
     site = options.choose_site(site_name)
@@ -51,6 +54,8 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
         groups.append(own)
     rows = table.compared(groups)
     click.echo(_document(found, rows) if as_json else table.text(found, rows))
+    if require_valid and not (rows and all(row.valid for row in rows) and all(run.state == "done" for run in found)):
+        raise ServeError("a run is not done, or a row is not valid", where="--require-valid")
 
 
 def _document(runs: list[Run], rows: list[Row]) -> bytes:

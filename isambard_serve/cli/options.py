@@ -68,14 +68,14 @@ def choose_site(name: str | None, *, from_afar: bool = False, placement: Any = N
     return msgspec.structs.replace(chosen, placement=placement) if placement else chosen
 
 
-def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = None, runs_dir: str | None = None
-               ) -> list[Plan]:
+def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = None, runs_dir: str | None = None,
+               resumes: str | None = None) -> list[Plan]:
     """The plans of one run, or of the rungs of a ladder, at ``chosen``."""
     from isambard_serve import plan, run
 
     ids = [run.checked_id(run_id)] if run_id else [run.new_id(recipe.name) for recipe in recipes]
     return [plan.make(recipe, chosen, run_id=own, runs_dir=str(Path(runs_dir or chosen.runs_dir).absolute()),
-                      python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else ())
+                      python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else (), resumes=resumes)
             for recipe, own in zip(recipes, ids, strict=True)]
 
 

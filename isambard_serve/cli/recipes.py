@@ -95,7 +95,8 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
         click.echo(f"{each.recipe} at {each.site}: {each.gpus} of a node's {each.node_gpus} GPUs, "
                    f"at most {each.serve_directives['time']} and {each.node_hours.dependent:g} node-hours "
                    f"({each.node_hours.inside:g} without the sweep's own job)")
-        click.echo(f"points: {', '.join(point.name for point in each.points)} at ISL/OSL {each.served_context}")
+        click.echo(f"points: {', '.join(point.name for point in each.points)} at ISL/OSL "
+                   f"{each.isl}/{each.osl}, {each.limits.window_s} s each at least")
         for name, value in each.environment.items():
             click.echo(f"  {name}={value}")
         click.echo(f"  {shlex.join([*each.container_argv, *plans.filled(each.engine_argv, port='PORT')])}")

@@ -8,18 +8,22 @@ from isambard_serve.cli import options
 
 
 @click.command()
-@click.argument("names", metavar="RECIPE...", nargs=-1, required=True, shell_complete=options.recipe_names)
+@click.argument("names", metavar="RECIPE...", nargs=-1, shell_complete=options.recipe_names)
 @options.site
 @options.assignments
 @options.time_limit
 @options.placement
+@click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
+              "that are valid already. Instead of RECIPE.")
+@click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
 @click.option("--wait", is_flag=True, help="Wait until all has ended, and say how it goes. Stopping to wait "
               "(Ctrl-C) does not stop the run.")
 @click.option("--dry-run", is_flag=True, help="Do all but submit: check the recipes and the site, and print the "
               "serve jobs' scripts (or, with --json, the plans).")
 @options.as_json
 def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
-           placement: str | None, wait: bool, dry_run: bool, as_json: bool) -> None:
+           placement: str | None, resume: str | None, max_node_hours: float | None, wait: bool, dry_run: bool,
+           as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
@@ -31,11 +35,25 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
 
     from isambard_serve import launch, records, table
     from isambard_serve import status as statuses
-    from isambard_serve.errors import ServeError
+    from isambard_serve.errors import ServeError, UsageError
 
     site = options.choose_site(site_name, placement=placement)
+    if resume:
+        if names or assignments:
+            raise UsageError("a run is resumed with its own recipe", where="--resume",
+                             remedy="leave RECIPE and --set out")
+        lost = options.open_runs(site).find(resume)
+        names = (str(lost.lock),)
+    elif not names:
+        raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
     recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
-    plans = options.make_plans(recipes, site)
+    plans = options.make_plans(recipes, site, resumes=lost.run_id if resume else None)
+    if resume and launch.left(lost, plans[0]) == 0:
+        raise UsageError("has no point left to measure", where=lost.run_id, remedy=f"isambard-serve collect {resume}")
+    total = sum(plan.cost for plan in plans)
+    if max_node_hours is not None and total > max_node_hours:
+        raise ServeError(f"may cost {total:g} node-hours, which is more than {max_node_hours:g}",
+                         where="--max-node-hours", remedy="allow more, or shorten it with --time")
     if dry_run:
         for plan in plans:
             launch.check_needs(plan)

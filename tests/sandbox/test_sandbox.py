@@ -76,18 +76,57 @@ def test_an_engine_that_dies_is_a_failed_run_whatever_its_exit_code(newcomer: Ne
     assert [row["concurrency"] for row in newcomer.asks("collect", run_id)["rows"]] == [64][:kept]
 
 
-def test_failed_requests_make_rows_that_say_so_everywhere(newcomer: Newcomer) -> None:
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("fail-requests=0.5", "none_failed"), ("fail-requests=0.5", "completed"), ("short-output", "tokens_out"),
+    ("slow-client", "in_flight"), ("warm-prefix-cache", "prefix_hits"), ("preempt", "recomputed"),
+])
+def test_a_row_that_may_be_wrong_says_why_everywhere(newcomer: Newcomer, fault: str, reason: str) -> None:
     (run_id,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64]",
-                                "--set", "engine.extra_args=[--sim-fault, 'fail-requests=0.5']")
+                                "--set", f"engine.extra_args=[--sim-fault, '{fault}']")
     newcomer.waits_for(run_id, "done")
-    row = newcomer.asks("collect", run_id)["rows"][0]
+    row = newcomer.asks("status", run_id)["rows"][0]
     assert not row["valid"]
-    assert set(row["reasons"]) >= {"completed", "none_failed"}
-    shown = newcomer.does("collect", run_id).stdout
-    assert "NO: " in shown
-    table = (newcomer.home / "results" / run_id / "results.csv").read_text()
-    assert "none_failed" in table
-    assert not json.loads((newcomer.home / "results" / run_id / "results.json").read_text())["rows"][0]["valid"]
+    assert reason in row["reasons"]
+    shown = newcomer.does("collect", "--require-valid", run_id, check=False)
+    assert shown.returncode == 1
+    assert "NO: " in shown.stdout
+    assert reason in shown.stdout
+    here = newcomer.home / "results" / run_id
+    assert reason in (here / "results.csv").read_text()
+    assert json.loads((here / "results.json").read_text())["rows"] == [row]
+
+
+def test_a_row_that_was_measured_for_too_short_a_time_is_not_valid(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64]", "--set", "bench.min_window=10h")
+    newcomer.waits_for(run_id, "done")
+    assert newcomer.asks("collect", run_id)["rows"][0]["reasons"] == ["window"]
+
+
+def test_a_lost_run_is_resumed_without_measuring_a_valid_point_again(newcomer: Newcomer) -> None:
+    (lost,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64, 512, 1024]",
+                              "--set", "engine.extra_args=[--sim-fault, 'die-in-point=2']")
+    newcomer.waits_for(lost, "failed")
+    (resumed,) = newcomer.starts("--resume", lost)
+    newcomer.waits_for(resumed, "failed")
+    rows = newcomer.asks("collect", resumed)["rows"]
+    # The new engine dies in its second point too: one point was taken over, one was measured.
+    assert [(row["concurrency"], row["run_id"]) for row in rows] == [(64, lost), (512, resumed)]
+    assert all(row["valid"] for row in rows)
+
+
+def test_a_run_with_nothing_left_to_measure_is_not_resumed(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64]")
+    newcomer.waits_for(run_id, "done")
+    refused = newcomer.does("submit", "--resume", run_id, check=False)
+    assert refused.returncode == 2
+    assert "no point left" in refused.stderr
+
+
+def test_what_may_cost_more_than_is_allowed_is_refused(newcomer: Newcomer) -> None:
+    refused = newcomer.does("submit", "tp4", "dp4", "--max-node-hours", "7.9", check=False)
+    assert refused.returncode == 1
+    assert "8 node-hours" in refused.stderr
+    assert not newcomer.runs.exists()
 
 
 def test_an_engine_that_hangs_never_becomes_ready_and_is_given_up(newcomer: Newcomer) -> None:

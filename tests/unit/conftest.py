@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +61,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
 @pytest.fixture
 def child() -> Iterator[Shown]:
-    """Start processes that are gone after the test."""
+    """Start processes that are gone after the test, with all that they have started."""
     started: list[subprocess.Popen[bytes]] = []
 
     def _start(*argv: str) -> subprocess.Popen[bytes]:
@@ -68,5 +70,6 @@ def child() -> Iterator[Shown]:
 
     yield _start
     for each in started:
-        each.kill()
+        with contextlib.suppress(ProcessLookupError):  # nothing of its group is left
+            os.killpg(each.pid, signal.SIGKILL)
         each.wait()

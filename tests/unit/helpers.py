@@ -32,7 +32,7 @@ description: a recipe as small as they come
 model: small-model
 engine: {version: 0.33.0}
 resources: {gpus: 1, time: 1h}
-bench: {isl: 8, osl: 4, concurrency: [1, 2]}
+bench: {isl: 8, osl: 4, concurrency: [1, 2], min_window: 1s}
 """
 
 Shown = Callable[..., "subprocess.Popen[bytes]"]
@@ -99,7 +99,8 @@ def some_sample(**changes: float) -> Sample:
 def some_row(**changes: Any) -> Row:
     """A row of a point that went well."""
     values: dict[str, Any] = {
-        "run_id": RUN_ID, "recipe": "small", "simulated": False, "concurrency": 1, "repeat": 1, "output_tok_s": 100.0,
+        "run_id": RUN_ID, "recipe": "small", "simulated": False, "node": "nid001",
+        "concurrency": 1, "repeat": 1, "output_tok_s": 100.0,
         "output_tok_s_per_gpu": 100.0, "total_tok_s": 300.0, "ratio": None, "tok_s_per_user": 50.0,
         "median_ttft_ms": 10.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 30.0, "kv_cache_usage_max": 0.5,
         "preemptions": 0.0, "duration_s": 36.0, "time_scale": 1.0, "node_hours": 0.0025,

@@ -10,6 +10,7 @@ import pytest
 
 from isambard_serve import bench, validity
 from isambard_serve.plan import Point
+from isambard_serve.records import Sample
 from isambard_serve.validity import Measured
 from tests.unit.helpers import RUN_ID, SAMPLES, good_bench, loaded, small_plan, small_recipe, some_sample
 
@@ -17,10 +18,16 @@ POINT = Point(concurrency=2048, repeat=1, prompts=4096, seed=7)
 RUNS = Path("/shared/runs")
 
 
-def measured(result: dict[str, Any] | None, returncode: int | None = 0, *, prompts: int = 32,
-             osl: int = 64) -> Measured:
-    point = Point(concurrency=4, repeat=1, prompts=prompts, seed=1)
-    return Measured(bench=result, returncode=returncode, point=point, osl=osl)
+def window(**ends: float) -> tuple[Sample, ...]:
+    """Two samples, the second with the counters given."""
+    return (some_sample(), some_sample(**{"prefix_cache_queries_total": 2048, **ends}))
+
+
+def measured(result: dict[str, Any] | None, returncode: int | None = 0, *, prompts: int = 32, osl: int = 64,
+             concurrency: int = 4, min_window_s: float = 1, samples: tuple[Sample, ...] | None = None) -> Measured:
+    point = Point(concurrency=concurrency, repeat=1, prompts=prompts, seed=1)
+    return Measured(bench=result, returncode=returncode, point=point, isl=64, osl=osl, min_window_s=min_window_s,
+                    window=window() if samples is None else samples)
 
 
 REAL = json.loads((SAMPLES / "bench.json").read_text())
@@ -70,7 +77,7 @@ def test_a_real_result_in_which_all_went_well_breaks_no_rule() -> None:
 
 def test_a_benchmark_whose_every_request_failed_is_invalid_although_it_exits_0() -> None:
     refuted, unknown = validity.judge(measured(ALL_FAILED, prompts=4, osl=64))
-    assert refuted == ["completed", "none_failed", "tokens_out"]
+    assert refuted == ["completed", "none_failed", "tokens_out", "in_flight", "window"]
     assert unknown == []
 
 
@@ -84,6 +91,16 @@ def test_a_benchmark_whose_every_request_failed_is_invalid_although_it_exits_0()
     ("none_failed", measured(REAL), measured({**REAL, "failed": 1})),
     ("tokens_out", measured({**REAL, "total_output_tokens": 2038}), measured({**REAL, "total_output_tokens": 2037})),
     ("tokens_out", measured({**REAL, "total_output_tokens": 2058}), measured({**REAL, "total_output_tokens": 2059})),
+    ("in_flight", measured(REAL), measured(REAL, concurrency=5)),
+    ("in_flight", measured({**REAL, "queue_times": [0, 0, 1], "latencies": [1, 1, 1]}, concurrency=2),
+     measured({**REAL, "queue_times": [0, 1, 2], "latencies": [1, 1, 1]}, concurrency=2)),
+    ("window", measured({**REAL, "duration": 60.0}, min_window_s=60), measured({**REAL, "duration": 59.9},
+                                                                             min_window_s=60)),
+    ("window", measured(REAL, prompts=8), measured(REAL, prompts=7)),
+    ("prefix_hits", measured(REAL, samples=window(prefix_cache_hits_total=20)),
+     measured(REAL, samples=window(prefix_cache_hits_total=21))),
+    ("recomputed", measured(REAL, prompts=100, samples=window(preemptions_total=1)),
+     measured(REAL, prompts=100, samples=window(preemptions_total=4))),
 ])
 def test_each_rule_tells_the_good_from_the_bad(code: str, good: Measured, bad: Measured) -> None:
     assert validity.RULES[code](good) is True
@@ -105,7 +122,24 @@ def test_what_cannot_be_read_is_unknown_and_never_true(code: str, key: str, valu
 
 
 def test_without_a_result_the_row_is_refuted_and_the_rest_is_unknown() -> None:
-    assert validity.judge(measured(None, 0)) == (["bench_ended"], ["completed", "none_failed", "tokens_out"])
+    refuted, unknown = validity.judge(measured(None, 0, samples=()))
+    assert refuted == ["bench_ended"]
+    assert unknown == [code for code in validity.RULES if code != "bench_ended"]
+
+
+@pytest.mark.parametrize(("code", "samples"), [
+    ("prefix_hits", ()), ("prefix_hits", window()[:1]), ("prefix_hits", window(prefix_cache_queries_total=0)),
+    ("prefix_hits", (Sample(time=1, scrape_ms=1), Sample(time=2, scrape_ms=1))),
+    ("recomputed", ()), ("recomputed", (Sample(time=1, scrape_ms=1), Sample(time=2, scrape_ms=1))),
+    ("recomputed", window(preemptions_total=3)),  # 2 % lies between the least and the most that they can have cost
+])
+def test_what_the_samples_do_not_tell_is_unknown(code: str, samples: tuple[Sample, ...]) -> None:
+    assert validity.RULES[code](measured(REAL, prompts=100, samples=samples)) is None
+
+
+@pytest.mark.parametrize("change", [{"queue_times": []}, {"queue_times": [0.0]}, {"latencies": None}])
+def test_without_the_times_of_each_request_nobody_knows_how_many_were_under_way(change: dict[str, Any]) -> None:
+    assert validity.in_flight(measured({**REAL, **change})) is None
 
 
 def test_every_rule_says_what_it_means_beginning_with_its_code() -> None:
@@ -114,12 +148,12 @@ def test_every_rule_says_what_it_means_beginning_with_its_code() -> None:
 
 
 def test_a_row_holds_the_benchmarks_numbers_and_those_that_follow_from_them() -> None:
-    plan = small_plan(RUNS, {"resources": {"gpus": 2}, "bench": {"osl": 64}})
+    plan = small_plan(RUNS, {"resources": {"gpus": 2}, "bench": {"osl": 64, "min_window": "1s"}})
     point = Point(concurrency=4, repeat=1, prompts=32, seed=1)
     window = [some_sample(kv_cache_usage=usage, preemptions_total=preemptions)
               for usage, preemptions in ((0.25, 3), (0.75, 4), (0.5, 9))]
-    row = bench.row(plan, point, bench=REAL, returncode=0, window=window)
-    assert (row.run_id, row.recipe, row.concurrency, row.repeat) == (RUN_ID, "small", 4, 1)
+    row = bench.row(plan, point, node="nid001", bench=REAL, returncode=0, window=window)
+    assert (row.run_id, row.recipe, row.node, row.concurrency, row.repeat) == (RUN_ID, "small", "nid001", 4, 1)
     assert row.output_tok_s == pytest.approx(1504.57, abs=0.01)
     assert row.output_tok_s_per_gpu == pytest.approx(1504.57 / 2, abs=0.01)
     assert row.total_tok_s == pytest.approx(3022.37, abs=0.01)
@@ -129,20 +163,21 @@ def test_a_row_holds_the_benchmarks_numbers_and_those_that_follow_from_them() ->
     assert row.duration_s == pytest.approx(1.3612, abs=1e-4)
     assert row.node_hours == pytest.approx(1.3612 / 3600 * 2 / 4, rel=1e-4)
     assert row.output_tok_per_node_hour == pytest.approx(2048 / (1.3612 / 3600 / 2), rel=1e-4)
-    assert (row.valid, row.reasons, row.unknown, row.ratio) == (True, (), (), None)
+    assert (row.valid, row.reasons, row.unknown, row.ratio) == (False, ("recomputed",), ("prefix_hits",), None)
 
 
 def test_a_row_of_nothing_says_so_and_has_no_numbers() -> None:
-    row = bench.row(small_plan(RUNS), POINT, bench=None, returncode=None, window=[])
+    row = bench.row(small_plan(RUNS), POINT, node="nid001", bench=None, returncode=None, window=[])
     assert not row.valid
     assert row.reasons == ("bench_ended",)
-    assert row.unknown == ("completed", "none_failed", "tokens_out")
+    assert row.unknown == tuple(code for code in validity.RULES if code != "bench_ended")
     assert {row.output_tok_s, row.output_tok_s_per_gpu, row.tok_s_per_user, row.kv_cache_usage_max, row.preemptions,
             row.node_hours, row.output_tok_per_node_hour, row.duration_s} == {None}
 
 
 def test_a_row_of_failures_alone_divides_by_nothing() -> None:
-    row = bench.row(small_plan(RUNS), POINT, bench={**ALL_FAILED, "duration": 0.0}, returncode=0, window=[])
+    row = bench.row(small_plan(RUNS), POINT, node="nid001", bench={**ALL_FAILED, "duration": 0.0},
+                    returncode=0, window=[])
     assert (row.valid, row.output_tok_s, row.tok_s_per_user, row.output_tok_per_node_hour) == (False, 0.0, None, None)
 
 

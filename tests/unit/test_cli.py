@@ -307,7 +307,7 @@ def test_collecting_brings_the_evidence_here_and_tables_it(cluster: Cluster, iso
     assert "NO: none_failed" in result.stdout
     assert "files" in result.stderr
     assert (here / "points" / "c0001.r1" / "row.json").exists()
-    assert (here / "results.csv").read_text().splitlines()[0].startswith("run_id,recipe,simulated,concurrency,repeat,")
+    assert (here / "results.csv").read_text().splitlines()[0].startswith("run_id,recipe,simulated,node,")
     document = json.loads((here / "results.json").read_text())
     assert document == cluster.json("collect", run.run_id)
     assert list(document) == ["schema", "simulated", "runs", "rows"]

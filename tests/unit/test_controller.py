@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -51,9 +52,18 @@ def test_rungs_are_run_in_their_order_but_for_those_cancelled_meanwhile(
         + SAYS.format(run=rungs[1], event="cancelled").replace('"serve"', '"cancel"').replace("serve.jsonl",
                                                                                                "cancel.jsonl"))
     monkeypatch.setattr("sys.argv", ["controller", *(str(run.path) for run in rungs)])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(controller.GO)))
     controller.main()
     assert [[event.event for event in run.read_events()] for run in rungs] == [["done"], ["cancelled"], ["done"]]
     assert rungs[1].read_jobs() == Jobs()
+
+
+def test_without_the_word_that_all_is_noted_nothing_runs(
+        rungs: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["controller", *(str(run.path) for run in rungs)])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    controller.main()
+    assert [run.read_events() for run in rungs] == [[], [], []]
 
 
 def test_a_rungs_job_is_noted_found_by_its_id_and_prints_into_its_log(rungs: list[RunDir], plans: list[Plan]) -> None:

@@ -51,7 +51,7 @@ def test_the_kv_cache_is_that_of_the_fullest_rank_and_the_queues_are_those_of_al
 def test_metrics_with_a_longer_name_are_other_metrics() -> None:
     text = 'vllm:num_requests_waiting_by_reason{reason="capacity"} 7\nvllm:prompt_tokens_cached_total{engine="0"} 9\n'
     sample = engine.parse_metrics(text, now=0, scrape_ms=0)
-    assert (sample.waiting, sample.prompt_tokens_total) == (0, 0)
+    assert (sample.waiting, sample.prompt_tokens_total) == (None, None)
 
 
 def test_a_sample_is_stamped_and_says_how_long_its_reading_took(served: Callable[..., FakeEngine]) -> None:

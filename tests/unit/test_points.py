@@ -76,7 +76,7 @@ def good(tmp_path: Path) -> Iterator[Bench]:
 def loop(run: RunDir, plan: Plan, bench: Bench) -> Loop:
     """The loop of a sweep that has just claimed the points."""
     return Loop(run, plan, Claim.take(run, "sweep", "102", over=newest(run)), writer="sweep",
-                step=filled(plan.step_argv, serve_job="101"), port="4711", env={"A": "1"}, start=bench)
+                node="nid001", step=filled(plan.step_argv, serve_job="101"), port="4711", env={"A": "1"}, start=bench)
 
 
 def measured(run: RunDir, plan: Plan, bench: Bench, at: int = 0) -> Row:
@@ -181,11 +181,24 @@ def test_a_superseded_claimant_stops_its_load_generator_and_keeps_nothing(run: R
     assert run.read_rows() == []
 
 
-def test_a_claimant_that_is_superseded_just_before_it_would_write_keeps_nothing(
+def test_a_claimant_that_is_superseded_while_its_load_generator_ends_keeps_nothing(
         run: RunDir, plan: Plan, good: Bench) -> None:
     late = Bench(f"{good.script}; {SUPERSEDE.format(run=run)}")
     with pytest.raises(SupersededError, match="has taken over"):
         measured(run, plan, late)
+    assert run.read_rows() == []
+    assert run.read_events(["sweep"]) == []
+
+
+def test_a_claimant_that_is_superseded_just_before_it_would_write_keeps_nothing(
+        run: RunDir, plan: Plan, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(*_: object, **__: object) -> Row:
+        Claim.take(run, "inside", "101", over=1)
+        return some_row()
+
+    monkeypatch.setattr("isambard_serve.bench.row", judged)
+    with pytest.raises(SupersededError, match="has taken over"):
+        measured(run, plan, good)
     assert run.read_rows() == []
     assert run.read_events(["sweep"]) == []
 

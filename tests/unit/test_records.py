@@ -31,9 +31,10 @@ def test_a_json_schema_can_be_made_of_every_record(kind: type[Record]) -> None:
 
 def test_a_row_has_the_names_that_were_promised() -> None:
     assert set(Row.__struct_fields__) == {
-        "run_id", "recipe", "simulated", "concurrency", "repeat", "output_tok_s", "output_tok_s_per_gpu", "total_tok_s",
-        "ratio", "tok_s_per_user", "median_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "kv_cache_usage_max",
-        "preemptions", "duration_s", "time_scale", "node_hours", "output_tok_per_node_hour", "valid", "reasons",
+        "run_id", "recipe", "simulated", "node", "concurrency", "repeat", "output_tok_s", "output_tok_s_per_gpu",
+        "total_tok_s", "ratio", "tok_s_per_user", "median_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
+        "kv_cache_usage_max", "preemptions", "duration_s", "time_scale", "node_hours", "output_tok_per_node_hour",
+        "valid", "reasons",
         "unknown", "schema"}
 
 

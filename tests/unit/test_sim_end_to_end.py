@@ -105,7 +105,7 @@ FAST = ("--sim-time-scale", "300")
 
 def reasons(document: dict[str, Any], prompts: int = 4) -> list[str]:
     point = Point(concurrency=2, repeat=1, prompts=prompts, seed=0)
-    return judge(Measured(bench=document, returncode=0, point=point, osl=8))[0]
+    return judge(Measured(bench=document, returncode=0, point=point, isl=16, osl=8, min_window_s=0))[0]
 
 
 def test_in_real_time_every_token_is_streamed(sim: Callable[..., Sim]) -> None:
@@ -141,7 +141,7 @@ def test_the_metrics_show_a_load_while_it_runs(sim: Callable[..., Sim]) -> None:
         answer.readline()
         sample = served.engine.sample()
         assert (sample.running, sample.waiting) == (48, 16)
-        assert sample.kv_cache_usage > 0
+        assert sample.kv_cache_usage
         assert int(served.ask("/load")[1][len('{"server_load": '):-1]) == 64
     # The client has gone: so has its load.
     wait_until(lambda: served.engine.sample().running == 0, 3, "an idle engine")
@@ -203,7 +203,7 @@ def test_the_key_is_demanded_where_vllm_demands_it(sim: Callable[..., Sim]) -> N
 def test_a_wrong_key_fails_every_request_and_not_the_benchmark(sim: Callable[..., Sim]) -> None:
     document = sim().bench(key="wrong")
     assert (document["completed"], document["failed"], document["mean_ttft_ms"]) == (0, 4, 0)
-    assert reasons(document) == ["completed", "none_failed", "tokens_out"]
+    assert reasons(document) == ["completed", "none_failed", "tokens_out", "in_flight"]
 
 
 def test_one_completion_is_answered_at_once(sim: Callable[..., Sim]) -> None:
@@ -271,7 +271,7 @@ def test_a_warm_prefix_cache_shows_in_the_hits(sim: Callable[..., Sim]) -> None:
 def test_preemptions_show_in_the_metrics_and_all_is_answered_all_the_same(sim: Callable[..., Sim]) -> None:
     served = sim(*FAST, *fault("preempt=4"))
     assert reasons(served.bench()) == []
-    assert served.engine.sample().preemptions_total > 0
+    assert served.engine.sample().preemptions_total
 
 
 def test_a_kernel_compiled_in_the_window_shows_in_the_log_and_in_the_latency(sim: Callable[..., Sim]) -> None:

@@ -374,16 +374,33 @@ def test_measuring_inside_that_fails_says_why_itself(
     assert watched.end() == End("stopping", "the sweep gave up")
 
 
-def test_measuring_inside_that_leaves_because_somebody_else_measures_ends_nothing(
+def leaves(run: RunDir) -> str:
+    """A command that finds that the sweep has come after all, and leaves the points to it."""
+    claim = f"""echo '{{"holder": "sweep", "job_id": "102", "time": 1}}' > {run.claims}/0001.json"""
+    return f"{claim}; {say(run, 'left')}"
+
+
+def test_measuring_inside_leaves_the_points_to_a_sweep_that_came_after_all(
         scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
-    watched = scene(plan=limited(tmp_path, placement="inside"))
-    started = inside(say(watched.run, "left"))
+    watched = scene(plan=limited(tmp_path, grace_s=0, silence_s=60))
+    started = inside(leaves(watched.run))
     watched.ready()
     wait_until(lambda: started.children and started.children[0].poll() is not None, 10, "it to leave", interval_s=0.005)
-    looked(watched)
+    looked(watched, 5)
+    assert len(started.commands) == 1
     assert watched.ends == []
     watched.run.record("sweep", "finished", reason="2 points measured, 2 valid")
     assert watched.end().event == "done"
+
+
+def test_a_sweep_that_came_after_all_is_watched_over_and_taken_over_when_its_heartbeat_stops(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, grace_s=0, silence_s=0))
+    first = leaves(watched.run)
+    started = inside(f"[ -e {watched.run.claims}/0001.json ] && exec sleep 60; {first}")
+    watched.ready()
+    wait_until(lambda: len(started.commands) == 2, 10, "the second takeover", interval_s=0.005)
+    assert [command[-1] for command in started.commands] == ["0", "1"]
 
 
 def test_a_simulated_engine_is_sampled_more_often(
