@@ -48,9 +48,8 @@ def _note(run: RunDir, ids: dict[str, str]) -> None:
             known[role] = SubmittedJob(role=role, job_id=ids[role], time=time.time())
     run.write_jobs(Jobs(jobs=tuple(known.values()), complete=True))
     index = Runs(run.path.parent, read_record(run.plan, Plan).site)
-    for role, job in ids.items():
-        if role != "controller":
-            index.remember(job, run.run_id)
+    for job in ids.values():
+        index.remember(job, run.run_id)  # the controller of several leads to the last one
 
 
 def serve(run: RunDir) -> None:

@@ -16,6 +16,14 @@ OWNED = frozenset({"host", "port", "uds", "api-key", "config", "model", "served-
 """Flags that the toolkit sets itself: only the node knows them, or they would hide what a recipe says."""
 
 
+BENCH_OWNED = frozenset({
+    "backend", "base-url", "endpoint", "host", "port", "model", "dataset-name", "num-prompts", "max-concurrency",
+    "request-rate", "random-input-len", "random-output-len", "ignore-eos", "seed", "save-result", "result-dir",
+    "result-filename", "metadata", "percentile-metrics", "metric-percentiles", "append-result", "profile",
+})
+"""Flags of ``vllm bench serve`` that the toolkit sets itself, or that would change what a row means."""
+
+
 def known(version: str) -> frozenset[str] | None:
     """The flags of ``vllm serve`` at ``version``, without dashes; None for a version without a list."""
     path = shipped.folder("engine_flags") / f"{version}.txt"

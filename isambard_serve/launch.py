@@ -104,9 +104,9 @@ def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
 
 def check_needs(plan: Plan) -> None:
     """Raises UsageError when a file that the job will need is not there: better now than when GPUs are held."""
-    for path, remedy in plan.needs.items():
-        if not Path(path).exists():
-            raise UsageError("the engine's image is not there", where=path, remedy=remedy)
+    for need in plan.needs:
+        if not Path(need.path).exists():
+            raise UsageError(f"{need.what} is not there", where=need.path, remedy=need.remedy)
 
 
 Rung = tuple[Plan, recipe.Recipe]
@@ -179,8 +179,9 @@ def _rolled_back(runs: Sequence[RunDir], slurm: Slurm | None) -> Iterator[None]:
         except HostError as second:
             raise HostError(f"{error} - and what had been submitted could not be cancelled: {second}",
                             where=str(runs[0].path), remedy=f"scancel {' '.join(sent)}") from error
-        for run in runs:
-            run.record("submit", "failed", reason=f"not submitted: {str(error) or type(error).__name__}")
+        with contextlib.suppress(OSError):  # a full disk may be why
+            for run in runs:
+                run.record("submit", "failed", reason=f"not submitted: {str(error) or type(error).__name__}")
         raise
 
 
@@ -208,6 +209,7 @@ def cancel(run: RunDir, slurm: Slurm | None) -> None:
     before, behind = _neighbours(run, plan)
     if before and behind and "serve" in ids:
         slurm.depend(behind, f"afterany:{before},afterany:{ids['serve']}")
+    _cancel_unheard(run, slurm)
     slurm.cancel(ids[role] for role in ("sweep", "serve") if role in ids)
     run.record("cancel", "cancelled", reason="cancelled on request")
 

@@ -7,6 +7,7 @@ A plan holds every argument, variable and directive of a run. What only the node
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from typing import Literal
 
@@ -61,6 +62,14 @@ class Limits(Record, frozen=True):
     silence_s: int
 
 
+class Need(Record, frozen=True):
+    """A path that must exist before the run is submitted: ``what`` it is, and the ``remedy`` when it is not there."""
+
+    path: str
+    what: str
+    remedy: str
+
+
 class NodeHours(Record, frozen=True):
     """What the run costs if every job runs to its time limit, in node-hours of the site.
 
@@ -104,7 +113,7 @@ class Plan(Record, frozen=True):
     engine_argv: tuple[Word, ...]
     bench_argv: tuple[Word, ...]
     step_argv: tuple[Word, ...]
-    needs: dict[str, str]
+    needs: tuple[Need, ...]
     poll_interval_s: float
     schema: str = "isambard-serve/plan/1"
     package_version: str = __version__
@@ -141,6 +150,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
     time_s = seconds(recipe.resources.time, recipe.name)
     load_s = seconds(recipe.resources.load_time, recipe.name)
     container_argv, needs = _container(recipe, site, runs_dir)
+    environment = {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **recipe.engine.env}
     simulated = site.container.runtime == "simulated"
     command = (python, "-m", "isambard_serve.sim") if simulated else site.container.command
     simulation = site.container.args if simulated else ()
@@ -183,7 +193,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         open_files=site.open_files,
         export=site.export,
         unset=site.unset,
-        environment={"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **recipe.engine.env},
+        environment=environment,
         container_argv=container_argv,
         engine_argv=(*command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
                      *flags.argv(recipe.engine.args), *recipe.engine.extra_args, *simulation),
@@ -198,7 +208,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                    "srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
                    "--gpus=0", "--mem=0", f"--cpus-per-task={site.sweep.load_generator_cpus}",
                    "--cpu-bind=none", "--export=ALL"),
-        needs=needs,
+        needs=(*needs, *_weights(recipe, environment, container_argv)),
         poll_interval_s=site.poll_interval_s,
     )
 
@@ -213,11 +223,11 @@ def _points(recipe: Recipe) -> tuple[Point, ...]:
     )
 
 
-def _container(recipe: Recipe, site: Site, runs_dir: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The words before the engine's own command, and the files that must exist, each with its remedy."""
+def _container(recipe: Recipe, site: Site, runs_dir: str) -> tuple[tuple[str, ...], tuple[Need, ...]]:
+    """The words before the engine's own command, and what must exist for them."""
     container = site.container
     if container.runtime != "apptainer":
-        return (), {}
+        return (), ()
     if recipe.image is None:
         raise UsageError(f"names no image, and {site.name} runs the engine in a container",
                          where=f"recipe {recipe.name}: image")
@@ -229,7 +239,19 @@ def _container(recipe: Recipe, site: Site, runs_dir: str) -> tuple[tuple[str, ..
         remedy = (f"pull it in a job (login nodes have too little memory): srun --gpus=1 --time=1:00:00 "
                   f"apptainer pull --dir {container.images_dir} docker://{recipe.image}")
     binds = [word for bind in [*container.binds, runs_dir] for word in ("--bind", bind)]
-    return ("apptainer", "exec", *container.args, *binds, sif), {sif: remedy}
+    return ("apptainer", "exec", *container.args, *binds, sif), (
+        Need(path=sif, what="the engine's image", remedy=remedy),)
+
+
+def _weights(recipe: Recipe, environment: dict[str, str], container_argv: tuple[str, ...]) -> tuple[Need, ...]:
+    """A model of the hub must be in the cache when the engine may not ask the hub for it."""
+    cache = environment.get("HF_HOME")
+    if environment.get("HF_HUB_OFFLINE") != "1" or cache is None or recipe.model.startswith("/"):
+        return ()
+    fetch = shlex.join(["srun", "--gpus=1", "--time=4:00:00", "env", f"HF_HOME={cache}", "HF_HUB_OFFLINE=0",
+                        *container_argv, "hf", "download", recipe.model])
+    return (Need(path=f"{cache}/hub/models--{recipe.model.replace('/', '--')}", what="the model's weights",
+                 remedy=f"fetch them in a job: {fetch}"),)
 
 
 def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, time_s: int) -> dict[str, str | bool]:

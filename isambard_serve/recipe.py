@@ -135,8 +135,9 @@ def load(name: str, assignments: tuple[str, ...] = ()) -> tuple[Recipe, list[str
     """
     path = locate(name)
     value = _anchored(yamlfile.assigned(yamlfile.extended(path, locate, _read), assignments), Path.cwd())
-    recipe = yamlfile.convert(value, Recipe, str(path))
-    return recipe, _check(recipe, str(path))
+    where = f"{path} with --set {' '.join(assignments)}" if assignments else str(path)
+    recipe = yamlfile.convert(value, Recipe, where)
+    return recipe, _check(recipe, where)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -156,28 +157,50 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     if not _NAME.fullmatch(recipe.name):
         raise UsageError(f"{recipe.name!r} cannot name a job", where=f"{where}: name",
                          remedy="use letters, digits, '.', '_' and '-'")
-    for key in ("time", "load_time", "load_limit", "idle_timeout", "sweep_grace", "sweep_silence"):
-        seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
-    if seconds(recipe.resources.time, where) <= END_MARGIN_S:
-        raise UsageError(f"must be longer than {END_MARGIN_S} s: so long before its end a job stops by itself",
-                         where=f"{where}: resources.time")
-    for key in ("point_limit", "min_window"):
-        seconds(getattr(recipe.bench, key), f"{where}: bench.{key}")
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")
+    _check_times(recipe, where)
+    _check_bench(recipe, where)
+    warnings = [flags.check(recipe.engine.args, recipe.engine.version, where), _check_shape(recipe, where)]
+    return [warning for warning in warnings if warning]
+
+
+def _check_times(recipe: Recipe, where: str) -> None:
+    for key in ("time", "load_time", "load_limit", "idle_timeout", "sweep_grace", "sweep_silence"):
+        seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
+    for key in ("point_limit", "min_window"):
+        seconds(getattr(recipe.bench, key), f"{where}: bench.{key}")
+    if seconds(recipe.resources.time, where) <= END_MARGIN_S:
+        raise UsageError(f"must be longer than {END_MARGIN_S} s: so long before its end a job stops by itself",
+                         where=f"{where}: resources.time")
+
+
+def _check_bench(recipe: Recipe, where: str) -> None:
+    for name in recipe.bench.args:
+        if name in flags.BENCH_OWNED:
+            raise UsageError(f"--{name} is set by isambard-serve itself", where=f"{where}: bench.args.{name}",
+                             remedy="use the keys of bench instead")
     if len(set(recipe.bench.concurrency)) != len(recipe.bench.concurrency):
         raise UsageError("names a concurrency twice", where=f"{where}: bench.concurrency",
                          remedy="use bench.repeats to measure a point again")
+    length, longest = recipe.bench.isl + recipe.bench.osl, recipe.engine.args.get("max-model-len")
+    if isinstance(longest, int) and not isinstance(longest, bool) and length > longest:
+        raise UsageError(f"isl + osl is {length} tokens, the engine takes {longest} (max-model-len)",
+                         where=f"{where}: bench")
+
+
+def _check_shape(recipe: Recipe, where: str) -> str | None:
+    """A warning if the parallel shape leaves GPUs idle; raises UsageError if it needs more than are asked for."""
     ranks = 1
     for key in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
         size = recipe.engine.args.get(key, 1)
         ranks *= size if isinstance(size, int) else 1
-    if ranks > recipe.resources.gpus:
-        raise UsageError(f"its parallel shape needs {ranks} GPUs, it asks for {recipe.resources.gpus}",
+    gpus = recipe.resources.gpus
+    if ranks > gpus:
+        raise UsageError(f"its parallel shape needs {ranks} GPUs, it asks for {gpus}",
                          where=f"{where}: resources.gpus", remedy=f"set resources.gpus={ranks}, or shrink the shape")
-    warning = flags.check(recipe.engine.args, recipe.engine.version, where)
-    return [warning] if warning else []
+    return f"its parallel shape uses {ranks} of the {gpus} GPUs that it asks for" if ranks < gpus else None
 
 
 def locked(recipe: Recipe) -> str:

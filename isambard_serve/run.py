@@ -7,12 +7,11 @@ torn by a crash is dropped when read.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from isambard_serve.records import Event, Jobs, Row, Writer
 T = TypeVar("T")
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}", re.ASCII)
+_STAMP = len("20261129-181258")
 
 
 FILES = {
@@ -253,7 +253,7 @@ class Runs:
             UsageError: there is no such run.
         """
         if name == "latest":
-            path = next((run.path for run in self.newest(1)), self.folder / name)
+            path = self._latest().path
         elif "/" in name:
             path = Path(name).resolve()
         elif name.isdigit() or name.startswith("local-"):
@@ -274,9 +274,29 @@ class Runs:
         rungs = read_record(run.plan, _Ladder).ladder
         return [RunDir(run.path.parent / run_id) for run_id in rungs] or [run]
 
+    def _latest(self) -> RunDir:
+        """The newest run; of several that were submitted together the one that runs, or ran last."""
+        newest = self.newest(1)
+        if not newest:
+            raise UsageError("there are no runs yet", where=str(self.folder), remedy="isambard-serve submit RECIPE")
+        ladder = read_record(newest[0].plan, _Ladder).ladder
+        rungs = [RunDir(self.folder / run_id) for run_id in ladder] or newest
+        return next((rung for rung in reversed(rungs) if rung.read_events(["serve"])), rungs[0])
+
+    def count(self) -> int:
+        """How many runs there are."""
+        return len(self._names())
+
     def newest(self, count: int) -> list[RunDir]:
-        """The ``count`` newest runs, newest first: one listing of one folder."""
-        names: Iterator[str] = (entry.name for entry in os.scandir(self.folder)) if self.folder.is_dir() else iter(())
-        runs = (RunDir(self.folder / name) for name in sorted(names, reverse=True) if _RUN_ID.fullmatch(name))
+        """The ``count`` newest runs, newest first, the rungs of a ladder in their order from the last: one listing."""
+        # Rungs share a second; a few more names than asked for settle which were written last.
+        names = sorted(self._names(), reverse=True)[: count + 32]
         # One whose writing was cut off has no plan, and nothing to tell.
-        return list(itertools.islice((run for run in runs if run.plan.is_file()), count))
+        runs = [run for run in (RunDir(self.folder / name) for name in names) if run.plan.is_file()]
+        runs.sort(key=lambda run: (run.run_id[:_STAMP], run.plan.stat().st_mtime_ns), reverse=True)
+        return runs[:count]
+
+    def _names(self) -> list[str]:
+        if not self.folder.is_dir():
+            return []
+        return [entry.name for entry in os.scandir(self.folder) if _RUN_ID.fullmatch(entry.name)]

@@ -136,7 +136,10 @@ def choose(flag: str | None, environ: Mapping[str, str] | None = None) -> Site:
     if named:
         return load(named)
     for candidate in names():
-        site = load(candidate)
+        try:
+            site = load(candidate)
+        except UsageError:
+            continue  # a broken file is named to whoever names it
         if site.detect and Path(site.detect).exists():
             return site
     raise UsageError("this machine is none of the known sites", where="--site",

@@ -42,17 +42,16 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return table
 
 
-def compared(groups: Sequence[Sequence[Row]]) -> list[Row]:
-    """All rows of ``groups``, each with its throughput's ratio to the best valid row of the first group.
+def compared(groups: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The rows of ``groups``, each with its throughput's ratio to the best valid row of the first group.
 
     The ratio is None for a single group, and where the first has no valid row.
     """
     best = max((row.output_tok_s or 0 for row in groups[0] if row.valid), default=0.0) if len(groups) > 1 else 0.0
-    return [
-        msgspec.structs.replace(row, ratio=row.output_tok_s / best if best and row.output_tok_s is not None else None)
-        for rows in groups
-        for row in rows
-    ]
+    def ratio(row: Row) -> float | None:
+        return row.output_tok_s / best if best and row.output_tok_s is not None else None
+
+    return [[msgspec.structs.replace(row, ratio=ratio(row)) for row in rows] for rows in groups]
 
 
 def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
@@ -66,7 +65,11 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         alone = shown["ratio"].isna().all()
         shown = shown[[name for name in _SHOWN if not (alone and name == "ratio")]].rename(columns=_SHOWN)
         lines.append(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:,.2f}"))
-    return "\n".join([*lines, *(f"{run.run_id}: {progress(run)}" for run in runs)])
+    for run in runs:
+        lines.append(f"{run.run_id}: {progress(run)}")
+        if run.state == "failed":
+            lines.append(f"  → isambard-serve logs {run.run_id}")
+    return "\n".join(lines)
 
 
 def progress(run: Run) -> str:

@@ -26,6 +26,11 @@ _TRAPS = (
     (re.compile(r"^\d{4}-\d\d?-\d\d?([Tt ].*)?$"), "quote it: YAML reads it as a date"),
 )
 
+_WORDS = {"Object contains": "has an", "Object missing": "lacks the", "field": "key", "`array`": "a list",
+          "`object`": "a map of keys to values", "`str`": "text", "`int`": "a whole number", "`float`": "a number",
+          "`bool`": "true or false", "`null`": "nothing", "Expected": "must be", "Invalid enum value": "does not know"}
+"""msgspec's words, and those of people who write YAML."""
+
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -194,8 +199,9 @@ def convert(value: Any, kind: type[T], where: str) -> T:
         remedy = nearest(unknown[1], _field_names(kind)) if unknown else None
         if re.fullmatch(r"Expected `str`, got `(int|float|bool)`", text):
             remedy = "put it in quotes"
-        raise UsageError(text.replace("Object contains", "has an").replace("field", "key"),
-                         where=f"{where}: {path}" if path else where, remedy=remedy) from error
+        for jargon, word in _WORDS.items():
+            text = text.replace(jargon, word)
+        raise UsageError(text, where=f"{where}: {path}" if path else where, remedy=remedy) from error
 
 
 def _key_path(value: Any, kind: Any, error: msgspec.ValidationError) -> str:

@@ -21,6 +21,8 @@ class _Group(click.Group):
             code, message = error.exit_code, str(error)
         except BrokenPipeError:
             raise
+        except KeyboardInterrupt:
+            code, message = 130, "interrupted; runs that were submitted go on by themselves"
         except OSError as error:
             code, message = 1, f"{error.filename or 'input/output'}: {error.strerror or error}"
         click.echo(f"error: {message}", err=True)
@@ -30,20 +32,20 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
 def main() -> None:
-    r"""Serve large models with vLLM on Slurm, measure them, and bring back numbers that can be believed.
+    """Serve large models with vLLM on Slurm, measure them, and bring back numbers that can be believed.
 
     A RECIPE says what to serve and how to measure it; a site says what the cluster is made of. `submit` turns
     the two into a run: a job that holds the GPUs and serves, and a job that measures it. A run is named by its
-    run id, by any of its job ids, or by `latest`.
+    run id, by any of its job ids, or by `latest` (of several submitted together: the one that runs, or ran last).
 
     \b
     isambard-serve recipes                     what there is to run
     isambard-serve submit dp4-humming --wait   run it
     isambard-serve collect JOBID               bring the results here and show them
 
-    Exit codes: 0 good, 1 the run failed or is not valid, 2 wrong usage or recipe, 3 Slurm cannot be reached,
-    4 not ready in time.
-    """
+    Exit codes: 0 good, 1 a run that was waited for failed or is not valid, or a gate said no, 2 wrong usage or
+    recipe, 3 Slurm cannot be reached, 4 not ready in time, 130 interrupted.
+    """  # noqa: D301 - click wants the \b itself
 
 
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,

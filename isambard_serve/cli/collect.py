@@ -40,19 +40,20 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     slurm = options.open_slurm(site)
     found: list[Run] = []
     groups: list[list[Row]] = []
-    for directory in [rung for name in names for rung in (runs.ladder(name) if whole_ladder else [runs.find(name)])]:
+    named = [rung for name in names for rung in (runs.ladder(name) if whole_ladder else [runs.find(name)])]
+    for directory in {each.path: each for each in named}.values():
         # The state first: what it says has then been copied too.
         run = statuses.read(directory, slurm)
         copied = collecting.collect(directory, Path(output) / run.run_id)
         options.say(f"{run.run_id}: {copied.files} files, {copied.bytes:,} bytes; {copied.unchanged} were here already")
-        here = RunDir(Path(output) / run.run_id)
-        own = here.read_rows()
-        document = _document([run], own)
-        write_whole(here.path / "results.json", document, mode=0o644)
-        write_whole(here.path / "results.csv", table.frame(own).to_csv(index=False), mode=0o644)
         found.append(run)
-        groups.append(own)
-    rows = table.compared(groups)
+        groups.append(RunDir(Path(output) / run.run_id).read_rows())
+    compared = table.compared(groups)
+    for run, own in zip(found, compared, strict=True):
+        here = Path(output) / run.run_id
+        write_whole(here / "results.json", _document([run], own), mode=0o644)
+        write_whole(here / "results.csv", table.frame(own).to_csv(index=False), mode=0o644)
+    rows = [row for own in compared for row in own]
     click.echo(_document(found, rows) if as_json else table.text(found, rows))
     if require_valid and not (rows and all(row.valid for row in rows) and all(run.state == "done" for run in found)):
         raise ServeError("a run is not done, or a row is not valid", where="--require-valid")

@@ -19,8 +19,17 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
-site = click.option("--site", "site_name", metavar="NAME", help="The site: a name, or the path of a site file. "
-                    "Otherwise $ISAMBARD_SERVE_SITE, your settings, or the site this machine belongs to.")
+
+
+def _site_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    from isambard_serve import site
+
+    return [name for name in site.names() if name.startswith(incomplete)]
+
+
+site = click.option("--site", "site_name", metavar="NAME", shell_complete=_site_names,
+                    help="The site: a name, or the path of a site file. Otherwise $ISAMBARD_SERVE_SITE, your settings, "
+                         "or the site this machine belongs to.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 assignments = click.option("--set", "assignments", metavar="KEY.PATH=VALUE", multiple=True,
                            help="Change one value of the recipe, such as engine.args.max-num-seqs=512; "

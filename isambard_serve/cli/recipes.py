@@ -14,18 +14,17 @@ def recipes(as_json: bool) -> None:
 
     They are looked for in ./jobs, in your own folder (~/.config/isambard-serve/jobs) and among those shipped.
     """
-    from isambard_serve import recipe, records, yamlfile
+    from isambard_serve import recipe, records
     from isambard_serve.errors import UsageError
 
     found = []
     for name in recipe.names():
-        path = recipe.locate(name)
         try:
-            value = yamlfile.extended(path, recipe.locate)
+            description = recipe.load(name)[0].description
         except UsageError as error:
             options.say(f"warning: left out: {error}")
             continue
-        found.append({"recipe": name, "description": str(value.get("description", "")), "file": str(path)})
+        found.append({"recipe": name, "description": description, "file": str(recipe.locate(name))})
     if as_json:
         click.echo(records.document("recipes", recipes=found))
     else:
@@ -92,6 +91,8 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
         click.echo(options.plan_document(made))
         return
     for each in made:
+        if each.simulated:
+            click.echo("SIMULATED: the engine is a model of one; no GPU is held and nothing is charged.")
         click.echo(f"{each.recipe} at {each.site}: {each.gpus} of a node's {each.node_gpus} GPUs, "
                    f"at most {each.serve_directives['time']} and {each.node_hours.dependent:g} node-hours "
                    f"({each.node_hours.inside:g} without the sweep's own job)")

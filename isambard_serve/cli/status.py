@@ -10,7 +10,7 @@ from isambard_serve.cli import options
 
 
 @click.command()
-@click.argument("name", metavar="JOBID", required=False)
+@click.argument("name", metavar="[JOBID]", required=False)
 @options.site
 @options.as_json
 def status(name: str | None, site_name: str | None, as_json: bool) -> None:
@@ -28,12 +28,15 @@ def status(name: str | None, site_name: str | None, as_json: bool) -> None:
     slurm = options.open_slurm(site)
     directories = [runs.find(name)] if name else runs.newest(10)
     found = [statuses.read(directory, slurm) for directory in directories]
+    older = 0 if name else runs.count() - len(found)
     rows = directories[0].read_rows() if name else []
     if as_json:
         click.echo(records.document("status", runs=[msgspec.to_builtins(run) for run in found],
                                     rows=[msgspec.to_builtins(row) for row in rows]))
     elif found:
         click.echo(table.text(found, rows))
+        if older:
+            options.say(f"and {older} older in {runs.folder}")
     else:
         options.say(f"no runs in {runs.folder}")
 

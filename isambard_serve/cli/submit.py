@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from isambard_serve.cli import options
+
+if TYPE_CHECKING:
+    from isambard_serve.plan import Plan
+    from isambard_serve.recipe import Recipe
+    from isambard_serve.records import Run
+    from isambard_serve.run import RunDir
+    from isambard_serve.site import Site
 
 
 @click.command()
@@ -35,25 +44,10 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
 
     from isambard_serve import launch, records, table
     from isambard_serve import status as statuses
-    from isambard_serve.errors import ServeError, UsageError
 
     site = options.choose_site(site_name, placement=placement)
-    if resume:
-        if names or assignments:
-            raise UsageError("a run is resumed with its own recipe", where="--resume",
-                             remedy="leave RECIPE and --set out")
-        lost = options.open_runs(site).find(resume)
-        names = (str(lost.lock),)
-    elif not names:
-        raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
-    recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
-    plans = options.make_plans(recipes, site, resumes=lost.run_id if resume else None)
-    if resume and launch.left(lost, plans[0]) == 0:
-        raise UsageError("has no point left to measure", where=lost.run_id, remedy=f"isambard-serve collect {resume}")
-    total = sum(plan.cost for plan in plans)
-    if max_node_hours is not None and total > max_node_hours:
-        raise ServeError(f"may cost {total:g} node-hours, which is more than {max_node_hours:g}",
-                         where="--max-node-hours", remedy="allow more, or shorten it with --time")
+    plans, recipes = _planned(names, site, assignments, time_limit, resume)
+    _check_cost(plans, max_node_hours)
     if dry_run:
         for plan in plans:
             launch.check_needs(plan)
@@ -67,14 +61,54 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
             jobs = ", ".join(f"{role} job {job_id}" for role, job_id in directory.job_ids().items())
             cost = "simulated" if plan.simulated else f"at most {plan.cost:g} node-hours"
             click.echo(f"{plan.run_id}: {jobs}, {cost}")
+        if not wait:
+            options.say(f"  → isambard-serve status {plans[0].run_id}")
     runs = [statuses.wait(directory, slurm, lambda run: options.say(f"{run.recipe}: {table.progress(run)}"))
             if wait else statuses.read(directory) for directory in directories]
     if as_json:
         click.echo(records.document("submit", runs=[msgspec.to_builtins(run) for run in runs]))
-    bad = [run.run_id for run, directory in zip(runs, directories, strict=True)
-           if run.state != "done" or not all(row.valid for row in directory.read_rows())]
-    if wait and bad:
-        raise ServeError("not done, or with rows that are not valid", where=", ".join(bad),
+    if wait:
+        _check_outcome(runs, directories)
+
+
+def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], time_limit: str | None,
+             resume: str | None) -> tuple[list[Plan], list[Recipe]]:
+    """The plans of what is to be submitted, and their recipes."""
+    from isambard_serve import launch
+    from isambard_serve.errors import UsageError
+
+    if not resume:
+        if not names:
+            raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
+        recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
+        return options.make_plans(recipes, site), recipes
+    if names or assignments:
+        raise UsageError("a run is resumed with its own recipe", where="--resume", remedy="leave RECIPE and --set out")
+    lost = options.open_runs(site).find(resume)
+    recipes = [options.load_recipe(str(lost.lock), (), time_limit)]
+    plans = options.make_plans(recipes, site, resumes=lost.run_id)
+    if launch.left(lost, plans[0]) == 0:
+        raise UsageError("has no point left to measure", where=lost.run_id, remedy=f"isambard-serve collect {resume}")
+    return plans, recipes
+
+
+def _check_cost(plans: list[Plan], max_node_hours: float | None) -> None:
+    from isambard_serve.errors import ServeError
+
+    total = sum(plan.cost for plan in plans)
+    if max_node_hours is not None and total > max_node_hours:
+        raise ServeError(f"may cost {total:g} node-hours, which is more than {max_node_hours:g}",
+                         where="--max-node-hours", remedy="allow more, or shorten it with --time")
+
+
+def _check_outcome(runs: list[Run], directories: list[RunDir]) -> None:
+    from isambard_serve.errors import ServeError
+
+    bad = {run.run_id: run.state if run.state != "done" else "rows that are not valid"
+           for run, directory in zip(runs, directories, strict=True)
+           if run.state != "done" or not all(row.valid for row in directory.read_rows())}
+    if bad:
+        raise ServeError("; ".join(f"{run_id}: {why}" for run_id, why in bad.items()),
                          remedy=f"isambard-serve collect {' '.join(bad)}")
 
 
@@ -106,6 +140,10 @@ def cancel(name: str, site_name: str | None, whole_ladder: bool, as_json: bool) 
         options.say(f"{before.run_id} has ended already: {before.state}")
     else:
         launch.cancel(directory, slurm)
+        rungs = runs_here.ladder(name)
+        behind = [rung.run_id for rung in rungs[[rung.path for rung in rungs].index(directory.path) + 1:]]
+        if behind:
+            options.say(f"still to come: {', '.join(behind)} (--ladder ends them too)")
     runs = [statuses.read(each) for each in ended]
     if as_json:
         click.echo(records.document("cancel", runs=[msgspec.to_builtins(run) for run in runs]))

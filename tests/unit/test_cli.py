@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -79,6 +80,9 @@ def test_the_help_names_every_command_and_every_exit_code() -> None:
     text = CliRunner().invoke(main, ["-h"]).output
     assert all(command in text for command in COMMANDS)
     assert "Exit codes: 0 good, 1" in text
+    assert all(f"{code} " in " ".join(text.partition("Exit codes:")[2].split()) for code in (0, 1, 2, 3, 4, 130))
+    assert "\\b" not in text
+    assert "\b" not in text
     assert CliRunner().invoke(main, ["--version"]).output.strip().endswith(__version__)
 
 
@@ -147,9 +151,10 @@ def test_recipes_are_listed_with_what_they_are(cluster: Cluster) -> None:
     assert lines[2].split(maxsplit=1) == ["small", "a recipe as small as they come"]
 
 
-def test_a_recipe_that_cannot_be_read_is_left_out_of_the_list_with_a_warning(
-        cluster: Cluster, user_file: Write) -> None:
-    user_file("jobs/broken.yaml", "extends: [")
+@pytest.mark.parametrize("text", ["extends: [", SMALL.replace("isl: 8", "isl: x"), SMALL.replace("1h", "soon")])
+def test_a_recipe_that_cannot_be_used_is_left_out_of_the_list_with_a_warning(
+        cluster: Cluster, user_file: Write, text: str) -> None:
+    user_file("jobs/broken.yaml", text)
     result = cluster("recipes", "--json")
     assert [entry["recipe"] for entry in json.loads(result.stdout)["recipes"]] == [
         "dp4", "dp4-humming", "small", "tiny", "tp4"]
@@ -171,6 +176,9 @@ def test_a_warning_goes_to_stderr(cluster: Cluster) -> None:
     result = cluster("show", "small", "--set", "engine.version='9.9'", "--json")
     assert json.loads(result.stdout)["engine"]["version"] == "9.9"
     assert result.stderr.startswith("warning: no list of flags for engine 9.9")
+    result = cluster("plan", "small", "--set", "resources.gpus=4", "--json")
+    assert json.loads(result.stdout)["plans"][0]["gpus"] == 4
+    assert result.stderr == "warning: its parallel shape uses 1 of the 4 GPUs that it asks for\n"
 
 
 def test_a_plan_is_priced_for_several_recipes_and_predicts_nothing_that_is_not_modelled(cluster: Cluster) -> None:
@@ -183,7 +191,31 @@ def test_a_plan_is_priced_for_several_recipes_and_predicts_nothing_that_is_not_m
     text = cluster("plan", "tp4").stdout
     assert "at most 04:00:00 and 4 node-hours" in text
     assert "--moe-backend marlin" in text
+    assert "SIMULATED" not in text
     assert not cluster.runs_dir.exists()
+
+
+def test_a_plan_and_a_script_of_a_simulated_run_say_so(cluster: Cluster) -> None:
+    text = cluster("plan", "tp4", "dp4", "--site", "sandbox").stdout
+    assert text.startswith("SIMULATED: ")
+    assert text.count("SIMULATED: ") == 2
+    assert "# SIMULATED: " in cluster("render", "tp4", "--site", "sandbox").stdout
+    assert "SIMULATED" not in cluster("render", "tp4").stdout
+
+
+def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
+        cluster: Cluster, user_file: Write, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    text = PRETEND.read_text().replace("/shared/runs", str(cluster.runs_dir))
+    user_file("sites/offline.yaml", f"{text}\nset: {{HF_HOME: {cache}, HF_HUB_OFFLINE: '1'}}\n")
+    for words in ([], ["--dry-run"]):
+        result = cluster("submit", "small", "--site", "offline", *words, code=2)
+        assert "models--small-model: the model's weights is not there\n  → fetch them in a job: srun" in result.stderr
+        assert f"HF_HOME={cache}" in result.stderr
+    assert cluster.slurm.calls == []
+    assert not cluster.runs_dir.exists()
+    (cache / "hub" / "models--small-model").mkdir(parents=True)
+    cluster("submit", "small", "--site", "offline")
 
 
 def test_a_plan_from_afar_names_the_values_that_are_only_examples(cluster: Cluster) -> None:
@@ -251,13 +283,48 @@ def test_waiting_for_a_run_that_goes_well_ends_with_0(cluster: Cluster, goes: Ca
     assert result.stderr.splitlines()[-1].startswith("small: done, 1 of 2 points")
 
 
-@pytest.mark.parametrize(("end", "row"), [("failed", some_row()), ("done", some_row(valid=False))])
-def test_waiting_for_a_run_that_fails_or_is_not_valid_ends_with_1(
-        cluster: Cluster, goes: Callable[[str, Row], None], end: str, row: Row) -> None:
+@pytest.mark.parametrize(("end", "row", "why"), [
+    ("failed", some_row(), "failed"), ("failed", some_row(valid=False), "failed"),
+    ("cancelled", some_row(), "cancelled"), ("done", some_row(valid=False), "rows that are not valid")])
+def test_waiting_for_a_run_that_fails_or_is_not_valid_ends_with_1_and_says_which_and_why(
+        cluster: Cluster, goes: Callable[[str, Row], None], end: str, row: Row, why: str) -> None:
     goes(end, row)
     result = cluster("submit", "small", "--wait", "--json", code=1)
-    assert json.loads(result.stdout)["runs"][0]["state"] == end
-    assert "isambard-serve collect" in result.stderr
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["state"] == end
+    assert f"error: {run['run_id']}: {why}\n  → isambard-serve collect {run['run_id']}\n" in result.stderr
+
+
+def interrupted(*_: object) -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def test_who_stops_to_wait_is_told_that_the_run_goes_on(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", interrupted)
+    result = cluster("submit", "small", "--wait", "--json", code=130)
+    assert result.stdout == ""
+    assert result.stderr.endswith("error: interrupted; runs that were submitted go on by themselves\n")
+    assert "scancel" not in cluster.slurm.commands()
+    assert cluster.json("status", "101")["runs"][0]["state"] == "submitted"
+
+
+def test_an_interrupted_submission_leaves_nothing_in_the_queue(cluster: Cluster) -> None:
+    cluster.slurm.answers["sbatch"] = (
+        lambda argv: said("101") if argv[-1].endswith("serve.sbatch") else KeyboardInterrupt())
+    cluster("submit", "small", code=130)
+    assert ("scancel", "101") in cluster.slurm.calls
+    assert cluster.json("status")["runs"][0]["state"] == "failed"
+
+
+def test_a_submission_says_on_stderr_what_comes_next(
+        cluster: Cluster, goes: Callable[[str, Row], None]) -> None:
+    result = cluster("submit", "small", "small")
+    first = result.stdout.partition(":")[0]
+    assert result.stderr == f"  → isambard-serve status {first}\n"
+    assert cluster("submit", "small", "--json").stderr == ""
+    goes("done", some_row())
+    assert "→" not in cluster("submit", "small", "--wait").stderr
 
 
 def test_status_tells_one_run_by_any_of_its_ids_or_lists_the_newest(cluster: Cluster) -> None:
@@ -271,6 +338,23 @@ def test_status_tells_one_run_by_any_of_its_ids_or_lists_the_newest(cluster: Clu
         assert len(document["rows"]) == 1
     assert [entry["run_id"] for entry in cluster.json("status")["runs"]] == [run.run_id]
     assert f"{run.run_id}: submitted, 1 of 2 points" in cluster("status", "101").stdout
+
+
+def test_older_runs_are_counted_below_the_ten_newest(cluster: Cluster) -> None:
+    cluster.json("submit", *["small"] * 10)
+    assert cluster("status").stderr == ""
+    cluster.json("submit", *["small"] * 2)
+    result = cluster("status")
+    assert len(result.stdout.splitlines()) == 10
+    assert result.stderr == f"and 2 older in {cluster.runs_dir}\n"
+    assert cluster("status", "101").stderr == ""
+    assert len(cluster.json("status")["runs"]) == 10
+
+
+def test_below_a_failed_run_stands_how_to_read_its_log(cluster: Cluster) -> None:
+    run = cluster.submitted()
+    run.record("serve", "failed", reason="the engine died")
+    assert cluster("status", run.run_id).stdout.splitlines()[-1] == f"  → isambard-serve logs {run.run_id}"
 
 
 def test_a_cancelled_run_says_so_and_is_not_cancelled_twice(cluster: Cluster) -> None:
@@ -381,10 +465,28 @@ def test_a_whole_ladder_is_collected_by_any_of_its_rungs_and_compared_with_the_f
     heading, *lines = cluster("collect", "--ladder", "101").stdout.splitlines()
     assert "ratio" in heading
     assert [line.split()[5] for line in lines[:3]] == ["1.00", "2.20", "3.00"]
+    # The files of each say what the table says.
+    for run, ratio in zip(runs, (1.0, 2.2, 3.0), strict=True):
+        assert kept_ratios(isolated / "results" / run.run_id) == ([ratio], [str(ratio)])
     # Alone, a run is compared with nothing.
-    alone = json.loads((isolated / "results" / runs[1].run_id / "results.json").read_text())
-    assert [row["ratio"] for row in alone["rows"]] == [None]
     assert "ratio" not in cluster("collect", runs[rung].run_id).stdout
+    assert kept_ratios(isolated / "results" / runs[rung].run_id) == ([None], [""])
+
+
+def kept_ratios(folder: Path) -> tuple[list[float | None], list[str]]:
+    """The ratios in ``results.json`` and in ``results.csv``."""
+    document = json.loads((folder / "results.json").read_text())
+    with open(folder / "results.csv", encoding="utf-8") as file:
+        return [row["ratio"] for row in document["rows"]], [row["ratio"] for row in csv.DictReader(file)]
+
+
+def test_a_run_that_is_named_twice_is_collected_once(cluster: Cluster) -> None:
+    first, second = cluster.submitted(), cluster.submitted()
+    for run in (first, second):
+        keep_row(run, some_row(run_id=run.run_id))
+    document = cluster.json("collect", second.run_id, "101", "103", first.run_id)
+    assert [run["run_id"] for run in document["runs"]] == [second.run_id, first.run_id]
+    assert [row["run_id"] for row in document["rows"]] == [second.run_id, first.run_id]
 
 
 def test_one_rung_is_cancelled_and_the_others_stay(cluster: Cluster) -> None:
@@ -392,6 +494,16 @@ def test_one_rung_is_cancelled_and_the_others_stay(cluster: Cluster) -> None:
     document = cluster.json("cancel", runs[1].run_id)
     assert [(run["run_id"], run["state"]) for run in document["runs"]] == [(runs[1].run_id, "cancelled")]
     assert [run["state"] for run in cluster.json("status")["runs"]].count("cancelled") == 1
+
+
+def test_who_cancels_a_rung_is_told_which_are_still_to_come(cluster: Cluster) -> None:
+    runs = ladder(cluster)
+    result = cluster("cancel", runs[0].run_id)
+    assert result.stdout == f"{runs[0].run_id}: cancelled\n"
+    assert result.stderr == f"still to come: {runs[1].run_id}, {runs[2].run_id} (--ladder ends them too)\n"
+    assert cluster("cancel", runs[2].run_id).stderr == ""
+    assert cluster("cancel", cluster.submitted().run_id).stderr == ""
+    assert cluster("cancel", "--ladder", runs[1].run_id).stderr == ""
 
 
 def test_a_whole_ladder_is_cancelled_by_any_of_its_rungs(cluster: Cluster) -> None:
@@ -415,15 +527,24 @@ def test_waiting_for_a_ladder_names_the_rung_that_went_wrong(
     result = cluster("submit", "small", "small", "--wait", "--json", code=1)
     good, bad = json.loads(result.stdout)["runs"]
     assert (good["state"], bad["state"]) == ("done", "failed")
-    assert f"error: {bad['run_id']}: not done" in result.stderr
+    assert f"error: {bad['run_id']}: failed\n" in result.stderr
     assert f"isambard-serve collect {bad['run_id']}\n" in result.stderr
 
 
 def test_the_latest_run_needs_no_id(cluster: Cluster) -> None:
-    assert "no run 'latest'" in cluster("status", "latest", code=2).stderr
+    assert "there are no runs yet\n  → isambard-serve submit RECIPE" in cluster("status", "latest", code=2).stderr
     run = cluster.submitted()
     assert cluster.json("status", "latest")["runs"][0]["run_id"] == run.run_id
     assert cluster.json("cancel", "latest")["runs"][0]["state"] == "cancelled"
+
+
+def test_the_latest_of_a_ladder_is_the_rung_that_runs(cluster: Cluster) -> None:
+    runs = ladder(cluster)
+    assert cluster.json("status", "latest")["runs"][0]["run_id"] == runs[0].run_id
+    runs[0].record("serve", "done")
+    runs[1].record("serve", "started")
+    assert cluster.json("status", "latest")["runs"][0]["run_id"] == runs[1].run_id
+    assert [run["run_id"] for run in cluster.json("status")["runs"]] == [run.run_id for run in reversed(runs)]
 
 
 def test_a_recipe_is_compared_with_another_in_the_engines_words(cluster: Cluster) -> None:
@@ -469,6 +590,15 @@ def test_a_shell_completes_the_recipes_that_there_are(shell: str, command: str) 
     result = CliRunner().invoke(main, [], prog_name="isambard-serve",
                                 env={**env, "_ISAMBARD_SERVE_COMPLETE": f"{shell}_complete"})
     assert [line for line in result.stdout.splitlines() if line] == words
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit", "status", "collect", "cancel", "logs"])
+def test_a_shell_completes_the_sites_that_there_are(user_file: Write, command: str) -> None:
+    user_file("sites/is-mine.yaml", "")
+    env = {"COMP_WORDS": f"isambard-serve {command} --site is", "COMP_CWORD": "3",
+           "_ISAMBARD_SERVE_COMPLETE": "bash_complete"}
+    result = CliRunner().invoke(main, [], prog_name="isambard-serve", env=env)
+    assert result.stdout.split() == ["plain,is-mine", "plain,isambard-ai"]
 
 
 @pytest.mark.parametrize("shell", COMPLETED)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from isambard_serve.plan import Plan
 from isambard_serve.records import Jobs
 from isambard_serve.run import RunDir, Runs, read_record
 from tests.support.waiting import wait_until
-from tests.unit.helpers import ladder_plans, written_run
+from tests.unit.helpers import HERE, ladder_plans, written_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # by intention
 
@@ -58,10 +60,11 @@ def test_rungs_are_run_in_their_order_but_for_those_cancelled_meanwhile(
     assert rungs[1].read_jobs() == Jobs()
 
 
+@pytest.mark.parametrize("word", [b"", controller.GO[:-1], b"stop\n"])
 def test_without_the_word_that_all_is_noted_nothing_runs(
-        rungs: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+        rungs: list[RunDir], monkeypatch: pytest.MonkeyPatch, word: bytes) -> None:
     monkeypatch.setattr("sys.argv", ["controller", *(str(run.path) for run in rungs)])
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(word)))
     controller.main()
     assert [run.read_events() for run in rungs] == [[], [], []]
 
@@ -80,7 +83,8 @@ def test_what_was_noted_before_stays_noted(rungs: list[RunDir]) -> None:
     controller._note(rungs[0], {"serve": "local-2-2"})
     assert rungs[0].job_ids() == {"serve": "local-2-2", "controller": "local-1-1"}
     assert rungs[0].read_jobs().complete
-    assert {path.name for path in (rungs[0].path.parent / ".jobs").iterdir()} == {"pretend-local-2-2"}
+    assert {path.name for path in (rungs[0].path.parent / ".jobs").iterdir()} == {
+        "pretend-local-1-1", "pretend-local-2-2"}
 
 
 def test_a_sweep_sees_by_itself_that_its_engine_has_gone(rungs: list[RunDir]) -> None:
@@ -106,4 +110,51 @@ def test_the_controller_is_a_process_of_its_own_and_known_to_every_rung(
     wait_until(lambda: local.Local().states([job])[job].ended, 20, "the controller's end", interval_s=0.01)
     assert [[event.event for event in run.read_events()] for run in rungs] == [["done"]] * 3
     assert all(set(run.job_ids()) == {"serve", "controller"} for run in rungs)
+    assert Runs(rungs[0].path.parent, plans[0].site).find(job).path == rungs[-1].path
     assert (rungs[0].path / "controller.log").read_text() == ""
+
+
+def test_a_controller_waits_for_the_word_however_long_the_noting_takes(
+        rungs: list[RunDir], plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[list[bool]] = []
+    note = controller._note
+
+    def slowly(run: RunDir, ids: dict[str, str]) -> None:
+        note(run, ids)
+        (job,) = ids.values()
+        time.sleep(0.2)
+        noted.append([local.Local().states([job])[job].ended, any(rung.read_events() for rung in rungs)])
+
+    monkeypatch.setattr(controller, "_note", slowly)
+    controller.start(rungs, plans)
+    assert noted == [[False, False]] * 3
+    job = rungs[0].job_ids()["controller"]
+    wait_until(lambda: local.Local().states([job])[job].ended, 20, "the controller's end", interval_s=0.01)
+    assert [[event.event for event in run.read_events()] for run in rungs] == [["done"]] * 3
+
+
+DIES = """\
+import os, sys
+from pathlib import Path
+from isambard_serve import controller
+from isambard_serve.plan import Plan
+from isambard_serve.run import RunDir, read_record
+note = controller._note
+def dies(run, ids):
+    note(run, ids)
+    if run.path == runs[1].path:
+        os._exit(9)
+controller._note = dies
+runs = [RunDir(Path(path)) for path in sys.argv[1:]]
+controller.start(runs, [read_record(run.plan, Plan) for run in runs])
+"""
+
+
+def test_if_who_submits_dies_before_all_is_noted_the_controller_ends_and_nothing_runs(rungs: list[RunDir]) -> None:
+    done = subprocess.run([sys.executable, "-c", DIES, *(str(run.path) for run in rungs)], check=False,
+                          cwd=HERE.parents[1])
+    assert done.returncode == 9
+    job = rungs[0].job_ids()["controller"]
+    wait_until(lambda: local.Local().states([job])[job].ended, 20, "the controller's end", interval_s=0.01)
+    assert [list(run.job_ids()) for run in rungs] == [["controller"], ["controller"], []]
+    assert [run.read_events() for run in rungs] == [[], [], []]

@@ -116,15 +116,20 @@ def test_a_run_is_written_once(plan: Plan) -> None:
         launch.write(plan, small_recipe())
 
 
-def test_a_missing_image_is_refused_before_anything_is_written_or_sent(plan: Plan, tmp_path: Path) -> None:
+def test_what_is_missing_is_refused_before_anything_is_written_or_sent(plan: Plan, tmp_path: Path) -> None:
     fake = FakeSlurm()
-    image = str(tmp_path / "none.sif")
-    needy = msgspec.structs.replace(plan, needs={image: "pull it"})
+    image, weights = tmp_path / "none.sif", tmp_path / "weights"
+    needy = msgspec.structs.replace(plan, needs=(
+        plans.Need(path=str(image), what="the engine's image", remedy="pull it"),
+        plans.Need(path=str(weights), what="the model's weights", remedy="fetch them")))
     with pytest.raises(UsageError, match=r"none\.sif: the engine's image is not there\n.*pull it"):
+        launch.submit([(needy, small_recipe())], Slurm({}, fake))
+    image.touch()
+    with pytest.raises(UsageError, match=r"weights: the model's weights is not there\n.*fetch them"):
         launch.submit([(needy, small_recipe())], Slurm({}, fake))
     assert fake.calls == []
     assert not Path(plan.run_dir).exists()
-    Path(image).touch()
+    weights.mkdir()
     launch.submit([(needy, small_recipe())], Slurm({}, fake))
 
 

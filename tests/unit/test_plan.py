@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -115,8 +116,49 @@ def test_an_image_is_the_file_that_apptainer_makes_of_it_and_it_is_needed(image:
     site = msgspec.structs.replace(site, container=msgspec.structs.replace(site.container, images_dir="/images"))
     plan = small_plan(RUNS, {"image": image}, site)
     assert plan.container_argv[-1] == sif
-    assert list(plan.needs) == [sif]
-    assert ("docker://" in plan.needs[sif]) is not image.endswith(".sif")
+    (need,) = [need for need in plan.needs if need.what == "the engine's image"]
+    assert need.path == sif
+    assert ("docker://" in need.remedy) is not image.endswith(".sif")
+
+
+def weights(plan: Plan) -> list[plans.Need]:
+    """What ``plan`` needs for its model."""
+    return [need for need in plan.needs if need.what == "the model's weights"]
+
+
+def test_an_engine_that_may_not_ask_the_hub_needs_the_weights_in_its_cache() -> None:
+    plan = made("tp4", isambard())
+    (need,) = weights(plan)
+    cache = "/scratch/PROJECT/USER.PROJECT/huggingface"
+    assert need.path == f"{cache}/hub/models--deepseek-ai--DeepSeek-V4-Flash"
+    assert [each.what for each in plan.needs] == ["the engine's image", "the model's weights"]
+
+
+def test_how_to_fetch_the_weights_can_be_typed_and_runs_in_a_job_with_the_engines_own_container() -> None:
+    plan = small_plan(RUNS, {"image": "/mine/my engine.sif"}, isambard())
+    (need,) = weights(plan)
+    command = shlex.split(need.remedy.partition(": ")[2])
+    cache = plan.environment["HF_HOME"]
+    assert command[0] == "srun"
+    assert "--gpus=1" in command
+    assert command[command.index("env"):] == ["env", f"HF_HOME={cache}", "HF_HUB_OFFLINE=0", *plan.container_argv,
+                                              "hf", "download", "small-model"]
+    assert "/mine/my engine.sif" in command
+
+
+@pytest.mark.parametrize("variables", [
+    {}, {"HF_HOME": "/cache"}, {"HF_HUB_OFFLINE": "1"}, {"HF_HOME": "/cache", "HF_HUB_OFFLINE": "0"}])
+def test_weights_that_the_engine_may_fetch_or_keeps_elsewhere_are_not_needed(variables: dict[str, str]) -> None:
+    assert small_plan(RUNS, site=pretend_site(set=variables)).needs == ()
+
+
+def test_the_variables_that_decide_whether_weights_are_needed_are_those_of_the_engine() -> None:
+    site = pretend_site(set={"HF_HOME": "/cache", "HF_HUB_OFFLINE": "1"})
+    assert [need.path for need in small_plan(RUNS, site=site).needs] == ["/cache/hub/models--small-model"]
+    assert small_plan(RUNS, {"engine": {"env": {"HF_HUB_OFFLINE": "0"}}}, site).needs == ()
+    (need,) = small_plan(RUNS, {"engine": {"env": {"HF_HOME": "/own"}}}, site).needs
+    assert need.path == "/own/hub/models--small-model"
+    assert small_plan(RUNS, {"model": "/models/small"}, site).needs == ()
 
 
 def test_the_container_sees_the_sites_folders_and_the_runs() -> None:

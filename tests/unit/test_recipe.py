@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from isambard_serve import flags, recipe, shipped, yamlfile
+from isambard_serve import bench, flags, recipe, shipped, yamlfile
 from isambard_serve.errors import UsageError
 from isambard_serve.recipe import Recipe
-from tests.unit.helpers import SMALL, loaded
+from tests.unit.helpers import SMALL, loaded, small_plan
 
 Write = Callable[[str, str], Path]
 
@@ -170,6 +170,9 @@ def test_any_other_length_of_time_is_refused_with_how_to_write_it(text: str) -> 
     ("resources.idle_timeout=never", "resources.idle_timeout", "is not a length of time"),
     ("resources.gpus=0", "resources.gpus", ">= 1"),
     ("resources.gpu=1", "resources", "did you mean 'gpus'?"),
+    ("bench.args.max-concurrency=5", "bench.args.max-concurrency", "--max-concurrency is set by isambard-serve itself"),
+    ("bench.args.ignore-eos=false", "bench.args.ignore-eos", "use the keys of bench instead"),
+    ("engine.args.max-model-len=11", "bench", "isl + osl is 12 tokens, the engine takes 11 (max-model-len)"),
     ("name='../x'", "name", "cannot name a job"),
     ('name="x\\n"', "name", "cannot name a job"),
     ("name=''", "name", "cannot name a job"),
@@ -179,8 +182,50 @@ def test_a_mistake_in_a_recipe_is_an_error_with_its_key_path(
     path = write("mine.yaml", SMALL)
     with pytest.raises(UsageError) as caught:
         recipe.load(str(path), (change,))
-    assert caught.value.where == f"{path}: {where}"
+    assert caught.value.where == f"{path} with --set {change}: {where}"
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "where"), [
+    (SMALL.replace("isl: 8", "isl: x"), "bench.isl"),
+    (SMALL.replace("min_window: 1s", "min_window: soon"), "bench.min_window"),
+    (SMALL.replace("min_window: 1s", "args: {seed: 1}"), "bench.args.seed"),
+])
+def test_a_mistake_names_the_assignments_only_if_there_are_any_and_then_all(
+        write: Write, text: str, where: str) -> None:
+    path = write("mine.yaml", text)
+    with pytest.raises(UsageError) as caught:
+        recipe.load(str(path))
+    assert caught.value.where == f"{path}: {where}"
+    with pytest.raises(UsageError) as caught:
+        recipe.load(str(path), ("resources.gpus=2", "bench.osl=5"))
+    assert caught.value.where == f"{path} with --set resources.gpus=2 bench.osl=5: {where}"
+
+
+@pytest.mark.parametrize("name", sorted(flags.BENCH_OWNED))
+def test_a_flag_of_the_benchmark_that_says_what_a_row_means_is_refused(write: Write, name: str) -> None:
+    path = write("mine.yaml", SMALL)
+    for value in ("1", "false", "x"):
+        with pytest.raises(UsageError, match=f": bench.args.{name}: --{name} is set by isambard-serve itself"):
+            recipe.load(str(path), (f"bench.args.{name}={value}",))
+
+
+def test_every_flag_that_the_benchmark_is_given_anyway_is_one_that_a_recipe_may_not_give(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path)
+    argv = bench.argv(plan, plan.points[0], port="1", folder=tmp_path)
+    assert {word.removeprefix("--") for word in argv if word.startswith("--")} <= flags.BENCH_OWNED
+
+
+def test_other_flags_of_the_benchmark_are_passed_on(write: Write) -> None:
+    path = write("mine.yaml", SMALL)
+    assert loaded(str(path), "bench.args={burstiness: 2, label: x}").bench.args == {"burstiness": 2, "label": "x"}
+
+
+@pytest.mark.parametrize("length", ["12", "13", "auto", "128k", "true"])
+def test_requests_that_fit_and_a_length_that_only_the_engine_can_tell_are_no_mistake(
+        write: Write, length: str) -> None:
+    path = write("mine.yaml", SMALL)
+    assert "max-model-len" in loaded(str(path), f"engine.args.max-model-len={length}").engine.args
 
 
 def test_extra_args_are_passed_unchecked(write: Write) -> None:
@@ -197,9 +242,24 @@ def test_a_version_without_a_list_of_flags_warns_that_nothing_was_checked(write:
     assert "0.33.0" in warnings[0]
 
 
-def test_a_shape_that_leaves_gpus_idle_is_allowed(write: Write) -> None:
+@pytest.mark.parametrize(("shape", "used"), [
+    ("{tensor-parallel-size: 2}", 2), ("{}", 1), ("{pipeline-parallel-size: 3}", 3)])
+def test_a_shape_that_leaves_gpus_idle_is_allowed_with_a_warning(write: Write, shape: str, used: int) -> None:
     path = write("mine.yaml", SMALL)
-    assert loaded(str(path), "resources.gpus=4", "engine.args.tensor-parallel-size=2").resources.gpus == 4
+    read, warnings = recipe.load(str(path), ("resources.gpus=4", f"engine.args={shape}"))
+    assert read.resources.gpus == 4
+    assert warnings == [f"its parallel shape uses {used} of the 4 GPUs that it asks for"]
+
+
+def test_all_that_there_is_to_warn_of_is_said(write: Write) -> None:
+    _, warnings = recipe.load(str(write("mine.yaml", SMALL)), ("resources.gpus=4", "engine.version='9.9.9'"))
+    assert len(warnings) == 2
+
+
+def test_a_shape_that_fills_its_gpus_gives_no_warning(write: Write) -> None:
+    path = write("mine.yaml", SMALL)
+    shape = "engine.args={tensor-parallel-size: 2, data-parallel-size: 2}"
+    assert loaded(str(path), "resources.gpus=4", shape).resources.gpus == 4
 
 
 def test_a_recipe_is_immutable() -> None:

@@ -59,6 +59,14 @@ def test_a_script_is_the_golden_one(name: str, place: str, script: str) -> None:
     assert text == golden.read_text()
 
 
+@pytest.mark.parametrize(("name", "place"), PAIRS)
+def test_a_script_says_at_its_head_whether_what_it_runs_is_simulated(name: str, place: str) -> None:
+    text = launch.scripts(golden_plan(name, place))["serve.sbatch"]
+    said = [line for line in text.partition("#SBATCH")[0].splitlines() if line.startswith("# SIMULATED: ")]
+    assert len(said) == (place == "sandbox")
+    assert ("SIMULATED" in text) is (place == "sandbox")
+
+
 def test_there_is_no_golden_file_too_many() -> None:
     wanted = {f"{name}@{place}.{script}" for name, place, script in SCRIPTS}
     assert {path.name for path in (HERE / "golden").iterdir()} == wanted

@@ -204,13 +204,62 @@ def test_the_newest_runs_are_listed_first_and_nothing_else_is(tmp_path: Path) ->
     assert [run.run_id for run in Runs(folder, "s").newest(3)] == ids[:-4:-1]
 
 
-def test_the_newest_run_is_the_latest(tmp_path: Path) -> None:
-    all_runs = Runs(tmp_path, "s")
-    with pytest.raises(UsageError, match="no run 'latest'"):
-        all_runs.find("latest")
-    for plan in ladder_plans(tmp_path):
+def test_runs_of_the_same_second_are_listed_from_the_one_written_last(tmp_path: Path) -> None:
+    later = "20261129-181259-a-3f2a"
+    for number, run_id in enumerate([later, *(f"20261129-181258-{name}-3f2a" for name in "cab")]):
+        run = RunDir(tmp_path / run_id)
+        run.create()
+        run.plan.write_text("{}")
+        os.utime(run.plan, ns=(number, number))
+    assert [run.run_id[16] for run in Runs(tmp_path, "s").newest(9)] == ["a", "b", "a", "c"]
+    assert [run.run_id[16] for run in Runs(tmp_path, "s").newest(2)] == ["a", "b"]
+    assert Runs(tmp_path, "s").newest(1)[0].run_id == later
+
+
+def test_all_runs_are_counted_and_nothing_else_is(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    assert Runs(folder, "s").count() == 0
+    for plan in ladder_plans(folder):
         written_run(plan)
-    assert all_runs.find("latest").run_id == RUNG_IDS[2]
+    (folder / ".jobs").mkdir()
+    (folder / "notes.txt").touch()
+    assert Runs(folder, "s").count() == 3
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_without_a_run_there_is_no_latest_and_how_to_begin_is_said(tmp_path: Path, *, made: bool) -> None:
+    folder = tmp_path / "runs"
+    if made:
+        folder.mkdir()
+    with pytest.raises(UsageError, match="there are no runs yet") as caught:
+        Runs(folder, "s").find("latest")
+    assert caught.value.where == str(folder)
+    assert caught.value.remedy == "isambard-serve submit RECIPE"
+
+
+def test_the_newest_run_is_the_latest(tmp_path: Path) -> None:
+    for plan in ladder_plans(tmp_path):
+        written_run(plan).record("serve", "done")
+    alone = written_run(small_plan(tmp_path))
+    assert Runs(tmp_path, "s").find("latest").path == alone.path
+
+
+def test_of_a_ladder_the_rung_that_runs_or_ran_last_is_the_latest(tmp_path: Path) -> None:
+    all_runs = Runs(tmp_path, "s")
+    rungs = [written_run(plan) for plan in ladder_plans(tmp_path)]
+    for rung in rungs:
+        rung.record("submit", "submitted")
+    assert all_runs.find("latest").run_id == RUNG_IDS[0]
+    rungs[0].record("serve", "started")
+    assert all_runs.find("latest").run_id == RUNG_IDS[0]
+    rungs[0].record("serve", "done")
+    rungs[1].record("serve", "started")
+    assert all_runs.find("latest").run_id == RUNG_IDS[1]
+    # Cancelled before its turn: it never ran.
+    rungs[2].record("cancel", "cancelled")
+    rungs[1].record("serve", "done")
+    assert all_runs.find("latest").run_id == RUNG_IDS[1]
+    assert [rung.run_id for rung in all_runs.ladder("latest")] == list(RUNG_IDS[:3])
 
 
 def test_a_job_of_this_machine_leads_to_its_run(tmp_path: Path) -> None:

@@ -47,6 +47,22 @@ def test_a_machine_of_no_known_site_is_an_error_that_says_how_to_name_one(user_f
     assert "config.yaml" in str(caught.value)
 
 
+def test_a_broken_site_file_does_not_stop_the_detection_of_others_and_is_told_to_whoever_names_it(
+        user_file: Write, tmp_path: Path) -> None:
+    user_file("sites/a-broken.yaml", "extends: [")
+    user_file("sites/a-wrong.yaml", pretend(tmp_path).replace("poll_interval_s: 10", "poll_interval_s: soon"))
+    user_file("sites/detected.yaml", pretend(tmp_path))
+    assert site.choose(None, {}).name == "detected"
+    for named in ("a-broken", "a-wrong"):
+        with pytest.raises(UsageError, match=rf"{named}\.yaml"):
+            site.choose(named, {})
+        with pytest.raises(UsageError, match=rf"{named}\.yaml"):
+            site.choose(None, {"ISAMBARD_SERVE_SITE": named})
+    user_file("sites/detected.yaml", pretend(tmp_path / "not here"))
+    with pytest.raises(UsageError, match="this machine is none of the known sites"):
+        site.choose(None, {})
+
+
 def test_an_unknown_site_is_answered_with_the_nearest_known_one() -> None:
     with pytest.raises(UsageError, match="did you mean 'isambard-ai'"):
         site.load("isambard_ai")

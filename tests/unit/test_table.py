@@ -46,7 +46,17 @@ def test_a_missing_number_is_a_dash_and_never_the_word_none() -> None:
 def test_how_far_a_run_is_stands_in_one_line(changes: dict[str, object], line: str) -> None:
     run = msgspec.structs.replace(some_run(), **changes)
     assert table.progress(run) == line
-    assert table.text([run], []).splitlines()[-1] == f"{RUN_ID}: {line}"
+    assert f"{RUN_ID}: {line}" in table.text([run], []).splitlines()
+
+
+def test_below_a_run_that_failed_stands_how_to_read_its_log() -> None:
+    failed = some_run("failed", run_id="20261129-181259-other-3f2a", reason="the engine died")
+    lines = table.text([some_run(), failed, some_run("cancelled")], []).splitlines()
+    assert lines == [
+        f"{RUN_ID}: done, 2 of 2 points, 0.500 node-hours",
+        f"{failed.run_id}: failed, 2 of 2 points, 0.500 node-hours - the engine died",
+        f"  → isambard-serve logs {failed.run_id}",
+        f"{RUN_ID}: cancelled, 2 of 2 points, 0.500 node-hours"]
 
 
 def test_simulated_numbers_are_called_so_before_anything_else() -> None:
@@ -57,15 +67,18 @@ def test_simulated_numbers_are_called_so_before_anything_else() -> None:
 def test_several_runs_are_compared_with_the_best_valid_row_of_the_first() -> None:
     first = [some_row(output_tok_s=50.0), some_row(output_tok_s=100.0), some_row(output_tok_s=400.0, valid=False)]
     second = [some_row(output_tok_s=250.0), NOTHING]
-    rows = table.compared([first, second])
-    assert [row.ratio for row in rows] == [0.5, 1.0, 4.0, 2.5, None]
-    assert "ratio" in table.text([], rows)
-    assert "ratio" not in table.text([], table.compared([first]))
+    groups = table.compared([first, [], second])
+    assert [[row.ratio for row in rows] for rows in groups] == [[0.5, 1.0, 4.0], [], [2.5, None]]
+    assert [msgspec.structs.replace(row, ratio=None) for rows in groups for row in rows] == [*first, *second]
+    assert "ratio" in table.text([], groups[2])
+    assert "ratio" not in table.text([], table.compared([first])[0])
 
 
 @pytest.mark.parametrize("groups", [[], [[some_row()]], [[], [some_row()]], [[some_row(valid=False)], [some_row()]]])
 def test_without_a_valid_row_to_compare_with_there_is_no_ratio(groups: list[list[Row]]) -> None:
-    assert {row.ratio for row in table.compared(groups or [[]])} <= {None}
+    compared = table.compared(groups)
+    assert [len(rows) for rows in compared] == [len(rows) for rows in groups]
+    assert {row.ratio for rows in compared for row in rows} <= {None}
 
 
 def test_csv_has_a_column_for_each_field_of_a_row_and_lists_joined_by_spaces() -> None:
