@@ -15,11 +15,11 @@ from isambard_serve.errors import UsageError, nearest
 OWNED = frozenset({"host", "port", "uds", "api-key", "config", "model", "served-model-name", "headless"})
 """Flags that the toolkit sets itself: only the node knows them, or they would hide what a recipe says."""
 
-
 BENCH_OWNED = frozenset({
     "backend", "base-url", "endpoint", "host", "port", "model", "dataset-name", "num-prompts", "max-concurrency",
-    "request-rate", "random-input-len", "random-output-len", "ignore-eos", "seed", "save-result", "result-dir",
-    "result-filename", "metadata", "percentile-metrics", "metric-percentiles", "append-result", "profile",
+    "request-rate", "random-input-len", "random-output-len", "input-len", "output-len", "ignore-eos", "seed",
+    "save-result", "result-dir", "result-filename", "metadata", "percentile-metrics", "metric-percentiles",
+    "append-result", "profile",
 })
 """Flags of ``vllm bench serve`` that the toolkit sets itself, or that would change what a row means."""
 

@@ -106,7 +106,7 @@ def check_needs(plan: Plan) -> None:
     """Raises UsageError when a file that the job will need is not there: better now than when GPUs are held."""
     for need in plan.needs:
         if not Path(need.path).exists():
-            raise UsageError(f"{need.what} is not there", where=need.path, remedy=need.remedy)
+            raise UsageError(f"{need.what} not found", where=need.path, remedy=need.remedy)
 
 
 Rung = tuple[Plan, recipe.Recipe]

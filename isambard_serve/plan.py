@@ -208,7 +208,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                    "srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
                    "--gpus=0", "--mem=0", f"--cpus-per-task={site.sweep.load_generator_cpus}",
                    "--cpu-bind=none", "--export=ALL"),
-        needs=(*needs, *_weights(recipe, environment, container_argv)),
+        needs=(*needs, *(() if simulated else _weights(recipe, environment, container_argv))),
         poll_interval_s=site.poll_interval_s,
     )
 

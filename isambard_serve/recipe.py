@@ -108,21 +108,25 @@ def names() -> list[str]:
     return sorted({path.stem for place in folders() for path in place.glob("*.yaml")})
 
 
-def locate(name: str, beside: Path | None = None) -> Path:
-    """The file of the recipe ``name``: a path, or a name looked up ``beside`` and in :func:`folders`.
+def locate(name: str, named_by: Path | None = None) -> Path:
+    """The file of the recipe ``name``: a path, or a name looked up beside ``named_by`` and in :func:`folders`.
+
+    Args:
+        named_by: the file that extends it, if any.
 
     Raises:
         UsageError: there is none.
     """
+    beside = [named_by.parent] if named_by else []
     if "/" in name or name.endswith((".yaml", ".yml")):
-        path = (beside or Path.cwd()) / Path(name).expanduser()
+        path = (beside or [Path.cwd()])[0] / Path(name).expanduser()
         if path.is_file():
             return path
         raise UsageError("no such recipe file", where=str(path))
-    found = shipped.named_file(name, ([beside] if beside else []) + folders())
+    found = shipped.named_file(name, beside + folders(), other_than=named_by)
     if found is None:
         available = names()
-        raise UsageError(f"no recipe is called {name!r}",
+        raise UsageError(f"no recipe is called {name!r}", where=f"{named_by}: extends" if named_by else None,
                          remedy=nearest(name, available) or f"known recipes: {', '.join(available)}")
     return found
 
@@ -178,7 +182,7 @@ def _check_times(recipe: Recipe, where: str) -> None:
 
 def _check_bench(recipe: Recipe, where: str) -> None:
     for name in recipe.bench.args:
-        if name in flags.BENCH_OWNED:
+        if name.replace("_", "-") in flags.BENCH_OWNED:
             raise UsageError(f"--{name} is set by isambard-serve itself", where=f"{where}: bench.args.{name}",
                              remedy="use the keys of bench instead")
     if len(set(recipe.bench.concurrency)) != len(recipe.bench.concurrency):

@@ -23,10 +23,10 @@ def user_folder() -> Path:
     return Path(base) / "isambard-serve"
 
 
-def named_file(name: str, folders: list[Path]) -> Path | None:
-    """The first ``name.yaml`` in ``folders``."""
+def named_file(name: str, folders: list[Path], other_than: Path | None = None) -> Path | None:
+    """The first ``name.yaml`` in ``folders``; a file that extends its own name means the next one."""
     for place in folders:
         candidate = place / f"{name}.yaml"
-        if candidate.is_file():
+        if candidate.is_file() and (other_than is None or candidate.resolve() != other_than.resolve()):
             return candidate
     return None

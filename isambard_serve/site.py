@@ -96,18 +96,17 @@ def names() -> list[str]:
     return sorted({path.stem for place in folders() for path in place.glob("*.yaml")})
 
 
-def _locate(name: str, beside: Path | None = None) -> Path:
+def _locate(name: str, named_by: Path | None = None) -> Path:
+    """The file of the site ``name``: a path, or a name; ``named_by`` is the file that extends it, if any."""
     if "/" in name or name.endswith(".yaml"):
-        path = Path(name) if beside is None else beside / name
+        path = Path(name) if named_by is None else named_by.parent / name
         if path.is_file():
             return path
         raise UsageError("no such site file", where=str(path))
-    # A user's site may extend the shipped one of the same name, so the search starts behind its own folder.
-    places = [place for place in folders() if place.resolve() != beside]
-    found = shipped.named_file(name, places)
+    found = shipped.named_file(name, folders(), other_than=named_by)
     if found is None:
         known = names()
-        raise UsageError(f"no site is called {name!r}", where="--site",
+        raise UsageError(f"no site is called {name!r}", where=f"{named_by}: extends" if named_by else "--site",
                          remedy=nearest(name, known) or f"known sites: {', '.join(known) or 'none'}")
     return found
 

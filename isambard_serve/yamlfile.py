@@ -26,10 +26,9 @@ _TRAPS = (
     (re.compile(r"^\d{4}-\d\d?-\d\d?([Tt ].*)?$"), "quote it: YAML reads it as a date"),
 )
 
-_WORDS = {"Object contains": "has an", "Object missing": "lacks the", "field": "key", "`array`": "a list",
-          "`object`": "a map of keys to values", "`str`": "text", "`int`": "a whole number", "`float`": "a number",
-          "`bool`": "true or false", "`null`": "nothing", "Expected": "must be", "Invalid enum value": "does not know"}
-"""msgspec's words, and those of people who write YAML."""
+_WORDS = {"array": "a list", "object": "a map of keys to values", "str": "text", "int": "a whole number",
+          "float": "a number", "bool": "true or false", "null": "nothing"}
+"""msgspec's names of types, in the words of people who write YAML."""
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -151,7 +150,7 @@ def extended(path: Path, locate: Callable[[str, Path], Path], reader: Callable[[
     """The map in ``path`` laid over the one that its ``extends:`` names, and so on to the root.
 
     Args:
-        locate: ``(name, folder of the file that names it) -> Path`` of the file to extend.
+        locate: ``(name, the file that names it) -> Path`` of the file to extend.
         reader: gives the map in one file.
 
     Raises:
@@ -167,7 +166,7 @@ def extended(path: Path, locate: Callable[[str, Path], Path], reader: Callable[[
         return merge({}, value)
     if not isinstance(parent, str):
         raise UsageError("must be one name", where=f"{path}: extends")
-    return merge(extended(locate(parent, path.parent), locate, reader, (*seen, path)), value)
+    return merge(extended(locate(parent, path), locate, reader, (*seen, path)), value)
 
 
 def assigned(value: Mapping[str, Any], assignments: tuple[str, ...]) -> dict[str, Any]:
@@ -199,9 +198,20 @@ def convert(value: Any, kind: type[T], where: str) -> T:
         remedy = nearest(unknown[1], _field_names(kind)) if unknown else None
         if re.fullmatch(r"Expected `str`, got `(int|float|bool)`", text):
             remedy = "put it in quotes"
-        for jargon, word in _WORDS.items():
-            text = text.replace(jargon, word)
-        raise UsageError(text, where=f"{where}: {path}" if path else where, remedy=remedy) from error
+        raise UsageError(_plain(text), where=f"{where}: {path}" if path else where, remedy=remedy) from error
+
+
+def _plain(text: str) -> str:
+    """msgspec's complaint in plain words."""
+    types = re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", text)
+    if types:
+        wanted, got = (" or ".join(_WORDS.get(word, word) for word in part.split(" | ")) for part in types.groups())
+        return f"must be {wanted}, got {got}"
+    for jargon, word in (("Object contains unknown field", "has an unknown key"),
+                         ("Object missing required field", "lacks the required key"),
+                         ("Invalid enum value", "does not know"), ("Expected `", "must be `")):
+        text = text.replace(jargon, word)
+    return text
 
 
 def _key_path(value: Any, kind: Any, error: msgspec.ValidationError) -> str:

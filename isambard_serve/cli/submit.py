@@ -141,7 +141,8 @@ def cancel(name: str, site_name: str | None, whole_ladder: bool, as_json: bool) 
     else:
         launch.cancel(directory, slurm)
         rungs = runs_here.ladder(name)
-        behind = [rung.run_id for rung in rungs[[rung.path for rung in rungs].index(directory.path) + 1:]]
+        behind = [rung.run_id for rung in rungs[[rung.path for rung in rungs].index(directory.path) + 1:]
+                  if not rung.read_events(["cancel"])]
         if behind:
             options.say(f"still to come: {', '.join(behind)} (--ladder ends them too)")
     runs = [statuses.read(each) for each in ended]

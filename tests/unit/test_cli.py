@@ -210,7 +210,7 @@ def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
     user_file("sites/offline.yaml", f"{text}\nset: {{HF_HOME: {cache}, HF_HUB_OFFLINE: '1'}}\n")
     for words in ([], ["--dry-run"]):
         result = cluster("submit", "small", "--site", "offline", *words, code=2)
-        assert "models--small-model: the model's weights is not there\n  → fetch them in a job: srun" in result.stderr
+        assert "models--small-model: the model's weights not found\n  → fetch them in a job: srun" in result.stderr
         assert f"HF_HOME={cache}" in result.stderr
     assert cluster.slurm.calls == []
     assert not cluster.runs_dir.exists()

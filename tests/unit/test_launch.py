@@ -122,10 +122,10 @@ def test_what_is_missing_is_refused_before_anything_is_written_or_sent(plan: Pla
     needy = msgspec.structs.replace(plan, needs=(
         plans.Need(path=str(image), what="the engine's image", remedy="pull it"),
         plans.Need(path=str(weights), what="the model's weights", remedy="fetch them")))
-    with pytest.raises(UsageError, match=r"none\.sif: the engine's image is not there\n.*pull it"):
+    with pytest.raises(UsageError, match=r"none\.sif: the engine's image not found\n.*pull it"):
         launch.submit([(needy, small_recipe())], Slurm({}, fake))
     image.touch()
-    with pytest.raises(UsageError, match=r"weights: the model's weights is not there\n.*fetch them"):
+    with pytest.raises(UsageError, match=r"weights: the model's weights not found\n.*fetch them"):
         launch.submit([(needy, small_recipe())], Slurm({}, fake))
     assert fake.calls == []
     assert not Path(plan.run_dir).exists()

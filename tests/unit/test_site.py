@@ -161,3 +161,14 @@ def test_the_settings_are_strict_and_optional(user_file: Write) -> None:
 @pytest.mark.parametrize("name", ["jobs", "templates", "sites", "engine_flags"])
 def test_what_is_shipped_is_there(name: str) -> None:
     assert any(shipped.folder(name).iterdir())
+
+
+def test_a_users_site_may_extend_another_of_the_users_own(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    own = tmp_path / "isambard-serve" / "sites"
+    own.mkdir(parents=True)
+    (own / "isambard-ai.yaml").write_text("extends: isambard-ai\npoll_interval_s: 77\n")
+    (own / "mine.yaml").write_text("extends: isambard-ai\npartition: other\n")
+    mine = site.load("mine")
+    assert (mine.partition, mine.poll_interval_s, mine.node.gpus) == ("other", 77, 4)

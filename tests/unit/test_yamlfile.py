@@ -165,8 +165,8 @@ def test_merging_leaves_both_sides_as_they_were() -> None:
     assert (base, over) == ({"a": {"x": [1]}}, {"a": {"y": [2]}})
 
 
-def beside(name: str, folder: Path) -> Path:
-    return folder / f"{name}.yaml"
+def beside(name: str, named_by: Path) -> Path:
+    return named_by.parent / f"{name}.yaml"
 
 
 def test_a_file_is_laid_over_what_it_extends_down_to_the_root(write: Write) -> None:
