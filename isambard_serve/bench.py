@@ -13,16 +13,21 @@ from isambard_serve.records import Row, Sample
 from isambard_serve.validity import Measured, increase, judge
 
 RESULT = "bench.json"
+ATTEMPT_SEEDS = 100_000_000
+"""How far the seeds of two attempts at a point are apart: farther than those of any two points."""
 
 
-def argv(plan: Plan, point: Point, *, port: str, folder: Path) -> list[str]:
-    """The command that measures ``point`` and leaves its JSON as ``folder/bench.json``."""
+def argv(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
+    """The command that measures ``point`` and leaves its JSON as ``folder/bench.json``.
+
+    Each ``attempt`` has prompts of its own: those of an earlier one lie warm in the prefix cache.
+    """
     return [
         *plan.container_argv,
         *filled(plan.bench_argv, port=port),
         "--num-prompts", str(point.prompts),
         "--max-concurrency", str(point.concurrency),
-        "--seed", str(point.seed),
+        "--seed", str(point.seed + attempt * ATTEMPT_SEEDS),
         "--result-dir", str(folder),
         "--result-filename", RESULT,
         "--metadata", f"run_id={plan.run_id}", f"point={point.name}",

@@ -16,7 +16,7 @@ import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from isambard_serve import controller, recipe, render
-from isambard_serve.errors import HostError, UsageError
+from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.records import Jobs, SubmittedJob
@@ -172,13 +172,15 @@ def _rolled_back(runs: Sequence[RunDir], slurm: Slurm | None) -> Iterator[None]:
     except BaseException as error:
         sent = [job.job_id for run in reversed(runs) for job in reversed(run.read_jobs().jobs) if job.job_id]
         try:
-            if slurm:
+            if slurm and not isinstance(error, NoProgramError):
                 for run in reversed(runs):
                     _cancel_unheard(run, slurm)
             (slurm or Local()).cancel(sent)
         except HostError as second:
             raise HostError(f"{error} - and what had been submitted could not be cancelled: {second}",
-                            where=str(runs[0].path), remedy=f"scancel {' '.join(sent)}") from error
+                            where=str(runs[0].path),
+                            remedy="; ".join(f"scancel --me --name={run.run_id},{run.run_id}-sweep" for run in runs)
+                            ) from error
         with contextlib.suppress(OSError):  # a full disk may be why
             for run in runs:
                 run.record("submit", "failed", reason=f"not submitted: {str(error) or type(error).__name__}")
@@ -203,15 +205,22 @@ def cancel(run: RunDir, slurm: Slurm | None) -> None:
     plan = read_record(run.plan, Plan)
     if slurm is None:
         # First of all: the controller looks before it starts a rung, and the sweep while it measures.
-        run.record("cancel", "cancelled", reason="cancelled on request")
+        with contextlib.suppress(OSError):  # a full disk keeps nothing running
+            run.record("cancel", "cancelled", reason="cancelled on request")
         Local().cancel([ids["serve"]] if "serve" in ids else [])
         return
     before, behind = _neighbours(run, plan)
     if before and behind and "serve" in ids:
         slurm.depend(behind, f"afterany:{before},afterany:{ids['serve']}")
+    end_jobs(run, slurm)
+    run.record("cancel", "cancelled", reason="cancelled on request")
+
+
+def end_jobs(run: RunDir, slurm: Slurm) -> None:
+    """Takes the run's jobs out of the queue, the sweep first; those that have ended are no error."""
+    ids = run.job_ids()
     _cancel_unheard(run, slurm)
     slurm.cancel(ids[role] for role in ("sweep", "serve") if role in ids)
-    run.record("cancel", "cancelled", reason="cancelled on request")
 
 
 def _neighbours(run: RunDir, plan: Plan) -> tuple[str | None, str | None]:

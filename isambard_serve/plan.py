@@ -147,6 +147,9 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         raise UsageError(f"needs {recipe.resources.gpus} GPUs, a node of {site.name} has {site.node.gpus}",
                          where=f"recipe {recipe.name}: resources.gpus")
     run_dir = f"{runs_dir}/{run_id}"
+    if "%" in run_dir or not run_dir.isprintable():
+        raise UsageError(f"{run_dir!r} cannot be where runs lie: no %, and nothing that cannot be printed",
+                         where="runs_dir")
     time_s = seconds(recipe.resources.time, recipe.name)
     load_s = seconds(recipe.resources.load_time, recipe.name)
     container_argv, needs = _container(recipe, site, runs_dir)

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -20,6 +21,9 @@ from isambard_serve.run import RunDir, read_lines, write_once
 
 TICK_S = 0.5
 STOP_GRACE_S = 10.0
+ATTEMPTS = 3
+"""How often a load generator is started that leaves no result at all."""
+
 DRAIN_S = 60.0
 """How long the engine may take to let go of a predecessor's requests."""
 
@@ -79,33 +83,24 @@ class Loop:
     def measure(self, point: Point) -> Row:
         """Measures one point and keeps its row.
 
+        A load generator that left no result (its step could not be started, say) is tried again.
+
         Raises:
             EngineGoneError: the engine went away; nothing is kept of this point but its log.
             SupersededError: somebody else measures now, and this point is theirs.
         """
         folder = self._run.points / point.name
         folder.mkdir(mode=0o700, exist_ok=True)
-        (folder / bench.RESULT).unlink(missing_ok=True)  # what a predecessor left of it is not this measurement
-        command = [*self._step, *bench.argv(self._plan, point, port=self._port, folder=folder)]
-        began = time.time()
-        limit = time.monotonic() + self._plan.limits.point_s
-        child = self._start(command, env=self._env, log=folder / "bench.log")
-        returncode = None
-        try:
-            while returncode is None and time.monotonic() < limit:
-                returncode = process.ended(child, TICK_S)
-                gone = serve_end(self._run)
-                if gone:
-                    raise EngineGoneError(f"the engine went away while {point.name} was measured: {gone}",
-                                          where=f"run {self._run.run_id}")
-                self._claim.check()
-        finally:
-            process.stop(child, STOP_GRACE_S)
-        window = [sample for sample in read_lines(self._run.samples, Sample) if began <= sample.time]
-        kept = bench.row(self._plan, point, node=self._node, bench=bench.result(folder), returncode=returncode,
-                         window=window)
-        if not kept.valid:
-            self._check_engine_outlived(point)
+        for attempt in range(ATTEMPTS):
+            began = time.time()
+            returncode = self._generate(point, folder, (self._claim.number - 1) * ATTEMPTS + attempt)
+            result = bench.result(folder)
+            window = [sample for sample in read_lines(self._run.samples, Sample) if began <= sample.time]
+            kept = bench.row(self._plan, point, node=self._node, bench=result, returncode=returncode, window=window)
+            if not kept.valid:
+                self._check_engine_outlived(point)
+            if result is not None or returncode is None:
+                break
         self._claim.check()
         try:
             write_once(folder / "row.json", msgspec.json.format(msgspec.json.encode(kept), indent=2))
@@ -115,19 +110,41 @@ class Loop:
         self._run.record(self._writer, "point", point=point.name, reason=how)
         return kept
 
+    def _generate(self, point: Point, folder: Path, attempt: int) -> int | None:
+        """Runs the load generator and returns its exit code; None if it took too long and was ended."""
+        (folder / bench.RESULT).unlink(missing_ok=True)  # what a predecessor left of it is not this measurement
+        command = [*self._step, *bench.argv(self._plan, point, port=self._port, folder=folder, attempt=attempt)]
+        limit = time.monotonic() + self._plan.limits.point_s
+        self._check_engine(point)
+        child = self._start(command, env=self._env, log=folder / "bench.log")
+        returncode = None
+        try:
+            while returncode is None and time.monotonic() < limit:
+                returncode = process.ended(child, TICK_S)
+                self._check_engine(point)
+                self._claim.check()
+        finally:
+            process.stop(child, STOP_GRACE_S)
+        return returncode
+
+    def _check_engine(self, point: Point) -> None:
+        gone = serve_end(self._run)
+        if gone:
+            raise EngineGoneError(f"the engine went away while {point.name} was measured: {gone}",
+                                  where=f"run {self._run.run_id}")
 
     def _check_engine_outlived(self, point: Point) -> None:
         """Raises EngineGoneError if the engine died under a point that went wrong: then it is not the point's fault.
 
-        A load generator notices at once that its engine has died, the watcher a little later. Two samples more are
-        the proof that the engine still answers.
+        A load generator notices at once that its engine has died, the watcher a little later, and nobody if the
+        watcher died too. Two samples more are the proof that the engine still answers.
         """
         before = len(read_lines(self._run.samples, Sample))
         limit = time.monotonic() + PROOF_S
-        while time.monotonic() < limit and len(read_lines(self._run.samples, Sample)) < before + 2:
-            gone = serve_end(self._run)
-            if gone:
-                raise EngineGoneError(f"the engine went away under {point.name}: {gone}",
+        while len(read_lines(self._run.samples, Sample)) < before + 2:
+            self._check_engine(point)
+            if time.monotonic() > limit:
+                raise EngineGoneError(f"the engine gives no sign of life after {point.name} went wrong",
                                       where=f"run {self._run.run_id}")
             time.sleep(TICK_S)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from isambard_serve import process
-from isambard_serve.errors import HostError
+from isambard_serve.errors import HostError, ServeError
 from isambard_serve.plan import Plan
 from isambard_serve.records import Record
 from isambard_serve.run import RunDir, Runs, read_record, write_whole
@@ -82,6 +82,8 @@ def prepare(run: RunDir) -> None:
     plan = read_record(run.plan, Plan)
     job_id = os.environ.get("SLURM_JOB_ID")
     run.record("serve", "started", job_id=job_id)
+    if run.read_events(["cancel"]):
+        raise ServeError("the run was cancelled before it started", where=run.run_id)
     if job_id:
         # Also for a run that was sent by hand.
         Runs(run.path.parent, plan.site).remember(job_id, run.run_id)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from isambard_serve.errors import HostError
+from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.records import Record
 
 
@@ -35,13 +35,15 @@ def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -
     """Runs ``argv`` without a shell and without input.
 
     Raises:
-        HostError: there is no such program, or it gave no answer within ``timeout_s``.
+        NoProgramError: there is no such program, or it may not be run.
+        HostError: it gave no answer within ``timeout_s``.
     """
     try:
         done = subprocess.run(argv, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               errors="replace", timeout=timeout_s, check=False)
-    except FileNotFoundError as error:
-        raise HostError(f"there is no program {argv[0]!r} here", remedy="is this a login node of the site?") from error
+    except OSError as error:
+        raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}",
+                             remedy="is this a login node of the site?") from error
     except subprocess.TimeoutExpired as error:
         raise HostError(f"{argv[0]} gave no answer within {timeout_s:.0f} s") from error
     return Completed(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,7 +106,7 @@ def folders() -> list[Path]:
 
 def names() -> list[str]:
     """The names of all recipes that can be found."""
-    return sorted({path.stem for place in folders() for path in place.glob("*.yaml")})
+    return sorted({path.stem for place in folders() for path in place.glob("*.yaml") if path.is_file()})
 
 
 def locate(name: str, named_by: Path | None = None) -> Path:
@@ -119,10 +120,11 @@ def locate(name: str, named_by: Path | None = None) -> Path:
     """
     beside = [named_by.parent] if named_by else []
     if "/" in name or name.endswith((".yaml", ".yml")):
-        path = (beside or [Path.cwd()])[0] / Path(name).expanduser()
-        if path.is_file():
-            return path
-        raise UsageError("no such recipe file", where=str(path))
+        with contextlib.suppress(RuntimeError, ValueError):  # no such user's home; a NUL
+            path = (beside or [Path.cwd()])[0] / Path(name).expanduser()
+            if path.is_file():
+                return path
+        raise UsageError("no such recipe file", where=name)
     found = shipped.named_file(name, beside + folders(), other_than=named_by)
     if found is None:
         available = names()
@@ -151,7 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = value.get("model")
-    if isinstance(model, str) and model.startswith(("./", "../")):
+    if isinstance(model, str) and model.isprintable() and model.startswith(("./", "../")):
         return {**value, "model": str((folder / model).resolve())}
     return value
 
@@ -161,6 +163,12 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     if not _NAME.fullmatch(recipe.name):
         raise UsageError(f"{recipe.name!r} cannot name a job", where=f"{where}: name",
                          remedy="use letters, digits, '.', '_' and '-'")
+    if not recipe.model.isprintable():
+        raise UsageError(f"{recipe.model!r} holds characters that cannot be printed", where=f"{where}: model")
+    words = [*recipe.engine.env.values(), *flags.argv(recipe.engine.args), *recipe.engine.extra_args,
+             *flags.argv(recipe.bench.args), recipe.description, recipe.image or ""]
+    if any("\0" in word or not _is_text(word) for word in words):
+        raise UsageError("a value holds a NUL, or bytes that are no text", where=where)
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")
@@ -168,6 +176,15 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     _check_bench(recipe, where)
     warnings = [flags.check(recipe.engine.args, recipe.engine.version, where), _check_shape(recipe, where)]
     return [warning for warning in warnings if warning]
+
+
+def _is_text(word: str) -> bool:
+    """Whether ``word`` can be written to a file; bytes of a command line that are no text cannot."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_times(recipe: Recipe, where: str) -> None:

@@ -78,8 +78,10 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -225,7 +227,10 @@ class RunDir:
 
     def read_rows(self) -> list[Row]:
         """The rows of all kept points, by concurrency and repeat."""
-        rows = [read_record(path, Row) for path in self.points.glob("*/row.json")]
+        rows = []
+        for path in self.points.glob("*/row.json"):
+            with contextlib.suppress(ServeError):  # one damaged row hides no other; points_done counts it
+                rows.append(read_record(path, Row))
         return sorted(rows, key=lambda row: (row.concurrency, row.repeat))
 
 
@@ -279,7 +284,9 @@ class Runs:
         newest = self.newest(1)
         if not newest:
             raise UsageError("there are no runs yet", where=str(self.folder), remedy="isambard-serve submit RECIPE")
-        ladder = read_record(newest[0].plan, _Ladder).ladder
+        ladder: tuple[str, ...] = ()
+        with contextlib.suppress(ServeError):
+            ladder = read_record(newest[0].plan, _Ladder).ladder
         rungs = [RunDir(self.folder / run_id) for run_id in ladder] or newest
         return next((rung for rung in reversed(rungs) if rung.read_events(["serve"])), rungs[0])
 

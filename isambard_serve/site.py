@@ -176,5 +176,8 @@ def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False)
         command=tuple(fill(word) for word in site.container.command),
     )
     values = {key: fill(value) for key, value in site.set.items()}
-    filled = msgspec.structs.replace(site, runs_dir=fill(site.runs_dir), container=container, set=values)
+    runs_dir = str(Path(fill(site.runs_dir)).expanduser())
+    if not Path(runs_dir).is_absolute():
+        raise UsageError(f"{site.runs_dir!r} is no absolute path", where=f"site {site.name}: runs_dir")
+    filled = msgspec.structs.replace(site, runs_dir=runs_dir, container=container, set=values)
     return filled, sorted(set(assumed))

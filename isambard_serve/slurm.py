@@ -26,6 +26,9 @@ _REMEDIES = {
     "invalid partition": "check partition in the site file",
 }
 
+ANSWER_S = 15.0
+"""How long Slurm may take to answer a question. In an outage its commands try again for a minute before they fail."""
+
 ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                    "PREEMPTED", "REVOKED", "TIMEOUT"})
 """Slurm's terminal job states (squeue's manual page, JOB STATE CODES)."""
@@ -81,8 +84,8 @@ class Slurm:
         self._env = env
         self._runner = runner
 
-    def _call(self, *argv: str) -> Completed:
-        return self._runner(argv, env=self._env)
+    def _call(self, *argv: str, timeout_s: float = 60) -> Completed:
+        return self._runner(argv, env=self._env, timeout_s=timeout_s)
 
     def submit(self, script: Path, *, dependency: str | None = None) -> str:
         """Submits ``script`` and returns the job's id.
@@ -141,13 +144,15 @@ class Slurm:
             return found
         # One unknown id makes squeue refuse the whole list on some versions, so ended jobs are asked for by user.
         with contextlib.suppress(HostError):
-            done = self._call("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r")
+            done = self._call("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r",
+                              timeout_s=ANSWER_S)
             if done.returncode == 0:
                 found = parse_states(done.stdout)
         missing = [job_id for job_id in wanted if job_id not in found]
         if missing:
             with contextlib.suppress(HostError):
-                done = self._call("sacct", "-nPX", "-j", ",".join(missing), "--format=JobID,State,ExitCode")
+                done = self._call("sacct", "-nPX", "-j", ",".join(missing), "--format=JobID,State,ExitCode",
+                                  timeout_s=ANSWER_S)
                 if done.returncode == 0:
                     found |= parse_states(done.stdout)
         return found
@@ -155,7 +160,8 @@ class Slurm:
     def used(self, job_ids: Iterable[str]) -> dict[str, Use]:
         """What ended jobs have held, by the accounting. Jobs that still run, and all in an outage, are left out."""
         with contextlib.suppress(HostError):
-            done = self._call("sacct", "-nPX", "-j", ",".join(job_ids), "--format=JobID,State,ElapsedRaw,AllocTRES")
+            done = self._call("sacct", "-nPX", "-j", ",".join(job_ids), "--format=JobID,State,ElapsedRaw,End,AllocTRES",
+                              timeout_s=ANSWER_S)
             if done.returncode == 0:
                 return parse_used(done.stdout)
         return {}
@@ -163,7 +169,7 @@ class Slurm:
     def end_time(self, job_id: str) -> float | None:
         """When the job must end at the latest (seconds since the epoch); None if Slurm does not say."""
         with contextlib.suppress(HostError):
-            return parse_end_time(self._call("scontrol", "show", "job", "-o", job_id).stdout)
+            return parse_end_time(self._call("scontrol", "show", "job", "-o", job_id, timeout_s=ANSWER_S).stdout)
         return None
 
 
@@ -180,12 +186,16 @@ def parse_states(text: str) -> dict[str, JobState]:
 
 
 def parse_used(text: str) -> dict[str, Use]:
-    """The ended jobs in lines of ``id|state|seconds|TRES`` as sacct prints them, by job id."""
+    """The ended jobs in lines of ``id|state|seconds|end|TRES`` as sacct prints them, by job id.
+
+    After an outage the accounting can know that a job has ended before it knows when; its seconds still grow then.
+    """
     used = {}
     for line in text.splitlines():
-        job_id, state, elapsed_s, tres = [*line.strip().split("|"), "", "", ""][:4]
+        job_id, state, elapsed_s, end, tres = [*line.strip().split("|"), "", "", "", ""][:5]
         gpus = re.search(r"\bgres/gpu=(\d+)", tres)
-        if job_id.isdigit() and elapsed_s.isdigit() and state.split(" ")[0] in ENDED:
+        ended = state.split(" ")[0] in ENDED and end not in ("", "Unknown")
+        if job_id.isdigit() and elapsed_s.isdigit() and ended:
             used[job_id] = Use(gpus=int(gpus[1]) if gpus else 0, elapsed_s=int(elapsed_s))
     return used
 

@@ -26,7 +26,10 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
     """
     noted = next((job.job_id for job in jobs.jobs if job.role == "serve"), None)
     serve = noted or next((event.job_id for event in events if event.event == "started"), None)
-    own = [event for event in events if event.event in STATES]
+    # A submission that was taken for refused, and ran all the same, is what its jobs say it is.
+    ran = any(event.writer == "serve" for event in events)
+    own = [event for event in events if event.event in STATES
+           and not (ran and event.writer == "submit" and event.event == "failed")]
     answer = slurm.get(serve) if serve else None
 
     ends = [event for event in own if event.event in _ENDS]

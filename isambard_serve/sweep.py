@@ -97,8 +97,8 @@ def _opened(run_dir: str) -> tuple[RunDir, Plan]:
 
 
 def _give_up(run: RunDir, writer: Writer, error: Exception) -> None:
-    if isinstance(error, points.EngineGoneError):
-        # The serve job says why; this is only its consequence.
+    if isinstance(error, points.EngineGoneError) and (writer == "sweep" or points.serve_end(run)):
+        # The serve job, or Slurm, says why; this is only its consequence.
         run.record(writer, "left", reason=error.what)
     else:
         run.record(writer, "failed", reason=f"the sweep: {error}")

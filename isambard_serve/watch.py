@@ -81,6 +81,15 @@ def engine_processes(root: int) -> dict[str, psutil.Process]:
     return found
 
 
+def _how(code: int) -> str:
+    """An exit code in words; real-time signals have no name."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
 def _alive(child: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
@@ -125,6 +134,8 @@ class Watcher:
     def _reason_to_end(self, began: float) -> End | None:
         if self._terminated.is_set():
             return End("stopping", "asked to end by a signal: scancel, or the job's time limit")
+        if self._run.read_events(["cancel"]):
+            return End("stopping", "cancelled on request")
         now = time.monotonic()
         ready = self._ready.is_set()
         died = self._death(ready)
@@ -138,7 +149,7 @@ class Watcher:
             return swept
         if not ready and now - began > self._plan.limits.load_s:
             return End("failed", f"the engine was not ready within {self._plan.limits.load_s} s (load_limit)")
-        if ready:
+        if ready and self._run.endpoint.exists():
             self._see_to_the_sweep()
         if ready and self._activity.idle_s(now) > self._plan.limits.idle_s:
             return End("failed", f"no request for {self._plan.limits.idle_s} s (idle_timeout): nobody measures")
@@ -171,7 +182,8 @@ class Watcher:
             self._vigil = Vigil(self._run, grace_s=limits.grace_s, silence_s=limits.silence_s)
         reason = "as planned" if self._plan.placement == "inside" else self._vigil.reason_to_take_over()
         if reason:
-            self._run.record("serve", "note", reason=f"measuring from inside the serve job: {reason}")
+            with contextlib.suppress(OSError):
+                self._run.record("serve", "note", reason=f"measuring from inside the serve job: {reason}")
             command = [sys.executable, "-m", "isambard_serve.sweep", str(self._run.path), str(newest(self._run))]
             self._inside = process.start(command, env=os.environ, log=self._run.serve_log, bound=True)
 
@@ -179,8 +191,7 @@ class Watcher:
         """What of the engine has died, if anything has. Its exit code is told, never believed (it is 0 at times)."""
         code = self._child.poll()
         if code is not None:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return f"the engine ended by itself ({how}) while {'it was needed' if ready else 'it was starting'}"
+            return f"the engine ended by itself ({_how(code)}) while {'it was needed' if ready else 'it was starting'}"
         dead = next((name for name, child in self._processes.items() if not _alive(child)), None)
         return f"the engine's process {dead} died" if dead else None
 
@@ -193,18 +204,25 @@ class Watcher:
                 self._client.complete(self._plan.model)
                 break
             except EngineUnreachableError as error:
-                self._run.record("serve", "note", reason=f"healthy, but no completion yet: {error}")
+                with contextlib.suppress(OSError):
+                    self._run.record("serve", "note", reason=f"healthy, but no completion yet: {error}")
                 self._over.wait(5.0)
-        if not self._over.is_set():
-            job_id = os.environ.get("SLURM_JOB_ID")
-            node = os.environ.get("SLURMD_NODENAME") or platform.node()
-            write_whole(self._run.endpoint, msgspec.json.encode(Endpoint(
-                url=self._client.url, model=self._plan.model, node=node, job_id=job_id,
-                key_file=str(self._run.key))))
-            self._activity = Activity(time.monotonic())
-            self._processes = engine_processes(self._child.pid)
-            self._ready.set()
-            self._run.record("serve", "ready", job_id=job_id)
+        self._activity = Activity(time.monotonic())
+        self._processes = engine_processes(self._child.pid)
+        self._ready.set()
+        while not self._over.is_set():
+            # A full disk must not hold the GPUs: nobody can measure, and idle_timeout ends the job.
+            with contextlib.suppress(OSError):
+                self._tell_ready()
+                return
+            self._over.wait(5.0)
+
+    def _tell_ready(self) -> None:
+        job_id = os.environ.get("SLURM_JOB_ID")
+        node = os.environ.get("SLURMD_NODENAME") or platform.node()
+        write_whole(self._run.endpoint, msgspec.json.encode(Endpoint(
+            url=self._client.url, model=self._plan.model, node=node, job_id=job_id, key_file=str(self._run.key))))
+        self._run.record("serve", "ready", job_id=job_id)
 
     def _sample(self) -> None:
         """One sample a second into ``samples.jsonl``, from the moment that the engine is ready."""

@@ -23,12 +23,19 @@ _TRAPS = (
     (re.compile(r"^(yes|no|on|off)$", re.IGNORECASE), "write true or false, or quote it if you mean the word"),
     (re.compile(r"^[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?$"), "quote it: YAML reads it as a number in base 60"),
     (re.compile(r"^[-+]?0[\d_]+$"), "quote it, or drop the leading zero: YAML reads it as octal"),
+    (re.compile(r"^[-+]?\.(inf|nan)$", re.IGNORECASE), "write a number, or quote it if you mean the word"),
     (re.compile(r"^\d{4}-\d\d?-\d\d?([Tt ].*)?$"), "quote it: YAML reads it as a date"),
 )
 
 _WORDS = {"array": "a list", "object": "a map of keys to values", "str": "text", "int": "a whole number",
           "float": "a number", "bool": "true or false", "null": "nothing"}
 """msgspec's names of types, in the words of people who write YAML."""
+
+DEEPEST = 10
+"""How many keys a path may have."""
+
+MOST_NODES = 10_000
+"""How many values a file may hold, its aliases written out."""
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -83,6 +90,8 @@ def parse(text: str, where: str) -> Any:
             if node is None:
                 return None
             _refuse_surprises(node, (), set())
+            if _size(node, {}) > MOST_NODES:
+                raise UsageError(f"holds more than {MOST_NODES} values", where=where)
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -90,8 +99,18 @@ def parse(text: str, where: str) -> Any:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         raise UsageError(error.problem or str(error), where=place) from error
-    except yaml.YAMLError as error:
-        raise UsageError(str(error), where=where) from error
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML lets the errors of a value that does not fit its own tag (!!int "x") through as they are.
+        raise UsageError(str(error) or type(error).__name__, where=where) from error
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values ``node`` stands for with its aliases written out: few lines can stand for billions."""
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        children = [child for part in parts for child in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_size(child, known) for child in children)
+    return known[id(node)]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -174,8 +193,8 @@ def assigned(value: Mapping[str, Any], assignments: tuple[str, ...]) -> dict[str
     result = dict(value)
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
-        if not equals or not all(path.split(".")):
-            raise UsageError(f"{assignment!r} is not KEY.PATH=VALUE", where="--set")
+        if not equals or not all(path.split(".")) or len(path.split(".")) > DEEPEST:
+            raise UsageError(f"{assignment[:80]!r} is not KEY.PATH=VALUE", where="--set")
         leaf: Any = parse(text, f"--set {path}")
         for key in reversed(path.split(".")):
             leaf = {key: leaf}

@@ -32,7 +32,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     from isambard_serve import collect as collecting
     from isambard_serve import status as statuses
     from isambard_serve import table
-    from isambard_serve.errors import ServeError
+    from isambard_serve.errors import ServeError, UsageError
     from isambard_serve.run import RunDir, write_whole
 
     site = options.choose_site(site_name)
@@ -42,6 +42,9 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     groups: list[list[Row]] = []
     named = [rung for name in names for rung in (runs.ladder(name) if whole_ladder else [runs.find(name)])]
     for directory in {each.path: each for each in named}.values():
+        if Path(output).resolve().is_relative_to(directory.path.resolve()):
+            raise UsageError("results cannot be collected into the run that they are of", where=output,
+                             remedy="name another folder: -o DIR")
         # The state first: what it says has then been copied too.
         run = statuses.read(directory, slurm)
         copied = collecting.collect(directory, Path(output) / run.run_id)

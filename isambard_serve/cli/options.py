@@ -58,7 +58,7 @@ def load_recipe(name: str, assignments: tuple[str, ...], time_limit: str | None)
     """The recipe with the command line's changes; warnings about it are printed."""
     from isambard_serve import recipe
 
-    changes = (*assignments, f"resources.time='{time_limit}'") if time_limit else assignments
+    changes = assignments if time_limit is None else (*assignments, f"resources.time='{time_limit}'")
     loaded, warnings = recipe.load(name, changes)
     for warning in warnings:
         say(f"warning: {warning}")

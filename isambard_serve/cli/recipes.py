@@ -20,11 +20,10 @@ def recipes(as_json: bool) -> None:
     found = []
     for name in recipe.names():
         try:
-            description = recipe.load(name)[0].description
+            file = recipe.locate(name)
+            found.append({"recipe": name, "description": recipe.load(name)[0].description, "file": str(file)})
         except UsageError as error:
             options.say(f"warning: left out: {error}")
-            continue
-        found.append({"recipe": name, "description": description, "file": str(recipe.locate(name))})
     if as_json:
         click.echo(records.document("recipes", recipes=found))
     else:

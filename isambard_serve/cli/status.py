@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from isambard_serve.cli import options
@@ -22,13 +20,21 @@ def status(name: str | None, site_name: str | None, as_json: bool) -> None:
 
     from isambard_serve import records, table
     from isambard_serve import status as statuses
+    from isambard_serve.errors import ServeError
 
     site = options.choose_site(site_name)
     runs = options.open_runs(site)
     slurm = options.open_slurm(site)
     directories = [runs.find(name)] if name else runs.newest(10)
-    found = [statuses.read(directory, slurm) for directory in directories]
-    older = 0 if name else runs.count() - len(found)
+    found = []
+    for directory in directories:
+        try:
+            found.append(statuses.read(directory, slurm))
+        except ServeError as error:
+            if name:
+                raise
+            options.say(f"warning: left out: {error}")
+    older = 0 if name else runs.count() - len(directories)
     rows = directories[0].read_rows() if name else []
     if as_json:
         click.echo(records.document("status", runs=[msgspec.to_builtins(run) for run in found],
@@ -54,14 +60,12 @@ def logs(name: str, site_name: str | None, follow: bool, which: str) -> None:
     site = options.choose_site(site_name)
     directory = options.open_runs(site).find(name)
     path = directory.log(which)
-    out = sys.stdout.buffer
     if follow:
         for block in statuses.follow(path, directory, options.open_slurm(site)):
-            out.write(block)
-            out.flush()
+            click.echo(block, nl=False)
     elif path.exists():
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
-                out.write(block)
+                click.echo(block, nl=False)
     else:
         options.say(f"nothing yet: {path}")

@@ -138,6 +138,8 @@ def cancel(name: str, site_name: str | None, whole_ladder: bool, as_json: bool) 
         launch.cancel_ladder(ended, slurm)
     elif before.state in statuses.ENDS:
         options.say(f"{before.run_id} has ended already: {before.state}")
+        if slurm and before.state != "done":
+            launch.end_jobs(directory, slurm)  # whatever the run's files say, nothing of it stays in the queue
     else:
         launch.cancel(directory, slurm)
         rungs = runs_here.ladder(name)

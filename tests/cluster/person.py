@@ -89,8 +89,12 @@ class Person:
 
     def engine_of(self, run_id: str) -> list[psutil.Process]:
         """The engine's processes of a run: the one that the watcher started first, then those below it."""
+        return self.job_of(run_id)[1:]
+
+    def job_of(self, run_id: str) -> list[psutil.Process]:
+        """The processes of a run's serve job: the watcher first, then those below it."""
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
             if "isambard_serve.watch" in command and str(self.runs / run_id) in command:
-                return process.children(recursive=True)
+                return [process, *process.children(recursive=True)]
         raise AssertionError(f"no watcher of {run_id} runs")

@@ -119,3 +119,36 @@ def test_a_run_that_measures_inside_needs_no_second_job(simulating: Person) -> N
     run_id = simulating.submits("tiny", *QUICK, "--placement", "inside")
     assert list(simulating.run_of(run_id)["jobs"]) == ["serve"]
     _assert_each_point_once(simulating, run_id)
+
+
+def test_a_killed_watcher_is_a_failed_run_that_keeps_no_row_of_a_dead_engine(simulating: Person) -> None:
+    run_id = simulating.submits("tiny", *QUICK)
+    simulating.cluster.wait_until(
+        lambda: any(event["event"] == "point" for event in _events(simulating, run_id, "sweep")), 60, "a point")
+    simulating.job_of(run_id)[0].kill()
+    run = simulating.waits_for(run_id, "failed", timeout_s=60)
+    assert run["reason"].startswith("Slurm: ")
+    simulating.waits_for_an_empty_queue()
+    rows = simulating.asks("collect", run_id)["rows"]
+    assert 1 <= len(rows) < len(POINTS)
+    assert all(row["valid"] for row in rows)
+
+
+def test_a_job_whose_id_was_never_heard_is_cancelled_too(simulating: Person) -> None:
+    tools = simulating.cluster.home / "deaf"
+    simulating.cluster.run(["mkdir", "-p", tools])
+    simulating.cluster.run(["tee", tools / "sbatch"], input=_SUBMITS_AND_KILLS)
+    simulating.cluster.run(["chmod", "+x", tools / "sbatch"])
+    cut = simulating.does("submit", "tiny", *QUICK, check=False,
+                          env={"PATH": f"{tools}:{simulating.cluster.environment['PATH']}"})
+    assert cut.returncode == -9
+    assert simulating.cluster.queue()
+    simulating.does("cancel", "latest")
+    simulating.waits_for_an_empty_queue()
+
+
+_SUBMITS_AND_KILLS = """#!/bin/bash
+# Slurm takes the job, and nobody hears its id.
+/usr/bin/sbatch "$@"
+kill -KILL "$PPID"
+"""

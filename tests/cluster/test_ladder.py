@@ -35,7 +35,8 @@ def test_rungs_run_one_after_another_and_are_compared_with_the_first(simulating:
 
 
 def test_cancelling_a_rung_in_the_middle_starts_nothing_and_ladder_empties_the_queue(simulating: Person) -> None:
-    rungs = simulating.starts("tiny", "tiny", "tiny", *QUICK, "--set", "bench.osl=100000")
+    rungs = simulating.starts("tiny", "tiny", "tiny", *QUICK, "--set", "bench.osl=100000",
+                              "--set", "engine.args.max-model-len=200000")
     first, second, third = (simulating.run_of(rung)["jobs"] for rung in rungs)
     simulating.waits_for(rungs[0], "measuring")
     simulating.asks("cancel", rungs[1])

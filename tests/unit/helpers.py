@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,24 @@ def some_sample(**changes: float) -> Sample:
     """A sample of an engine that nobody has asked for anything yet."""
     names = [field.name for field in msgspec.structs.fields(Sample)]
     return Sample(**{**dict.fromkeys(names, 0.0), **changes})
+
+
+@contextlib.contextmanager
+def answering(run: RunDir) -> Iterator[None]:
+    """The engine of ``run`` answers: the watcher's samples go on, of a time that is no point's own."""
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.01):
+            append_line(run.samples, some_sample())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def some_row(**changes: Any) -> Row:

@@ -61,6 +61,16 @@ def test_a_point_is_measured_as_the_article_does() -> None:
     ]
 
 
+def test_each_attempt_at_each_point_has_a_seed_of_its_own_and_is_the_same_command_else() -> None:
+    plan = small_plan(RUNS, {"bench": {"concurrency": [512, 2048], "repeats": 3}})
+    attempts = [bench.argv(plan, point, port="1", folder=RUNS, attempt=attempt)
+                for point in plan.points for attempt in range(6)]
+    at = attempts[0].index("--seed") + 1
+    assert len({argv[at] for argv in attempts}) == len(attempts)
+    assert len({tuple(argv[:at] + argv[at + 1:]) for argv in attempts}) == len(plan.points)
+    assert bench.argv(plan, POINT, port="1", folder=RUNS) == bench.argv(plan, POINT, port="1", folder=RUNS, attempt=0)
+
+
 def test_the_load_generator_runs_in_the_engines_container() -> None:
     plan = small_plan(RUNS, container_argv=("apptainer", "exec", "x.sif"))
     inside = bench.argv(plan, POINT, port="1", folder=RUNS)

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from isambard_serve import __version__
 from isambard_serve import run as runs
 from isambard_serve.cli import main, options
-from isambard_serve.errors import HostError
-from isambard_serve.records import Row
+from isambard_serve.errors import HostError, NoProgramError
+from isambard_serve.records import Row, Writer
 from isambard_serve.run import RunDir
 from isambard_serve.slurm import Slurm
 from tests.unit.helpers import HERE, PRETEND, SMALL, FakeSlurm, keep_row, said, some_row
@@ -126,6 +126,12 @@ def test_a_refusal_by_slurm_ends_with_3(cluster: Cluster) -> None:
     assert result.stdout == ""
     assert "Slurm refused the job" in result.stderr
     assert "check account" in result.stderr
+
+
+def test_a_machine_without_sbatch_ends_with_3_and_nothing_else_is_asked_for(cluster: Cluster) -> None:
+    cluster.slurm.answers["sbatch"] = NoProgramError("sbatch cannot be started here: No such file or directory")
+    assert cluster("submit", "small", "--json", code=3).stdout == ""
+    assert cluster.slurm.commands() == ["sbatch"]
 
 
 def test_a_run_that_cannot_be_cancelled_ends_with_3(cluster: Cluster) -> None:
@@ -365,7 +371,45 @@ def test_a_cancelled_run_says_so_and_is_not_cancelled_twice(cluster: Cluster) ->
     again = cluster("cancel", run.run_id)
     assert again.stdout == f"{run.run_id}: cancelled\n"
     assert "has ended already: cancelled" in again.stderr
-    assert cluster.slurm.commands().count("scancel") == 2
+    assert [event.event for event in run.read_events()] == ["submitted", "cancelled"]
+
+
+@pytest.mark.parametrize(("writer", "end"), [("serve", "failed"), ("submit", "failed"), ("cancel", "cancelled")])
+def test_cancelling_a_run_that_has_ended_still_takes_its_jobs_out_of_the_queue(
+        cluster: Cluster, writer: Writer, end: str) -> None:
+    run = cluster.submitted()
+    run.record(writer, end)
+    result = cluster("cancel", run.run_id)
+    assert f"has ended already: {end}" in result.stderr
+    assert cluster.slurm.calls[2:] == [("scancel", "102"), ("scancel", "101")]
+    assert [event.event for event in run.read_events()] == ["submitted", end]
+
+
+def test_a_run_that_is_done_has_nothing_to_cancel(cluster: Cluster) -> None:
+    run = cluster.submitted()
+    run.record("serve", "done")
+    assert "has ended already: done" in cluster("cancel", run.run_id).stderr
+    assert "scancel" not in cluster.slurm.commands()
+
+
+def test_a_damaged_run_hides_no_other_in_the_list_and_is_an_error_to_whoever_names_it(cluster: Cluster) -> None:
+    good, damaged = cluster.submitted(), cluster.submitted()
+    damaged.plan.write_text("{")
+    result = cluster("status", "--json")
+    assert [run["run_id"] for run in json.loads(result.stdout)["runs"]] == [good.run_id]
+    assert result.stderr.startswith("warning: left out: ")
+    assert str(damaged.plan) in result.stderr
+    assert "older" not in cluster("status").stderr
+    assert str(damaged.plan) in cluster("status", damaged.run_id, code=1).stderr
+
+
+@pytest.mark.parametrize("below", [".", "results", "points/x"])
+def test_results_are_not_collected_into_the_run_that_they_are_of(cluster: Cluster, below: str) -> None:
+    run = cluster.submitted()
+    before = set(run.path.rglob("*"))
+    result = cluster("collect", run.run_id, "-o", str(run.path / below), code=2)
+    assert "results cannot be collected into the run that they are of" in result.stderr
+    assert set(run.path.rglob("*")) == before
 
 
 def test_logs_are_printed_as_they_are(cluster: Cluster) -> None:

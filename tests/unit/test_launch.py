@@ -13,7 +13,7 @@ from submitit.core.utils import DelayedSubmission
 
 from isambard_serve import launch, local, recipe
 from isambard_serve import plan as plans
-from isambard_serve.errors import HostError, UsageError
+from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.process import Completed
@@ -30,6 +30,7 @@ from tests.unit.helpers import (
     said,
     small_plan,
     small_recipe,
+    submitted,
     written_run,
 )
 
@@ -191,10 +192,44 @@ def test_if_even_cancelling_fails_the_reader_is_told_what_to_type(plan: Plan) ->
     fake = FakeSlurm(sbatch=per_script(said("101"), refused), scancel=refused)
     with pytest.raises(HostError) as caught:
         launch.submit([(plan, small_recipe())], Slurm({}, fake))
-    assert caught.value.remedy == "scancel 101"
+    assert caught.value.remedy == f"scancel --me --name={RUN_ID},{RUN_ID}-sweep"
     assert caught.value.where == plan.run_dir
     # Nobody knows whether the job is gone: the run is not called failed.
     assert RunDir(Path(plan.run_dir)).read_events() == []
+
+
+def test_without_sbatch_there_is_nothing_to_cancel(plan: Plan) -> None:
+    missing = NoProgramError("sbatch cannot be started here")
+    fake = FakeSlurm(sbatch=missing, scancel=missing)
+    with pytest.raises(NoProgramError, match="sbatch cannot be started here"):
+        launch.submit([(plan, small_recipe())], Slurm({}, fake))
+    assert fake.commands() == ["sbatch"]
+    assert [event.event for event in RunDir(Path(plan.run_dir)).read_events()] == ["failed"]
+
+
+def test_what_to_type_names_the_jobs_of_every_rung(tmp_path: Path) -> None:
+    refused = said(stderr="outage", returncode=1)
+    made = ladder_plans(tmp_path, 2)
+    with pytest.raises(HostError) as caught:
+        launch.submit([(plan, small_recipe()) for plan in made], Slurm({}, FakeSlurm(sbatch=refused, scancel=refused)))
+    commands = str(caught.value.remedy).split("; ")
+    assert [command.partition("--name=")[2].split(",") for command in commands] == [
+        [plan.serve_directives["job-name"], plan.sweep_directives["job-name"]] for plan in made]
+
+
+@pytest.mark.parametrize("stop", [launch.cancel, launch.end_jobs])
+@pytest.mark.parametrize(("serve", "sweep", "calls"), [
+    (None, "102", [("scancel", "--me", f"--name={RUN_ID}"), ("scancel", "102")]),
+    ("101", None, [("scancel", "--me", f"--name={RUN_ID}-sweep"), ("scancel", "101")]),
+])
+def test_a_job_whose_id_was_never_noted_is_cancelled_by_its_name(
+        plan: Plan, stop: Callable[[RunDir, Slurm], None], serve: str | None, sweep: str | None,
+        calls: list[tuple[str, ...]]) -> None:
+    run = written_run(plan)
+    run.write_jobs(submitted(serve, sweep, complete=False))
+    fake = FakeSlurm()
+    stop(run, Slurm({}, fake))
+    assert fake.calls == calls
 
 
 def test_cancelling_a_run_ends_its_sweep_first_since_the_serve_jobs_end_would_set_it_free(plan: Plan) -> None:
@@ -383,3 +418,16 @@ def test_without_slurm_a_rung_that_waits_is_cancelled_by_its_word_alone(tmp_path
     run.write_jobs(Jobs(jobs=(SubmittedJob(role="controller", job_id="local-1-1", time=1.0),), complete=True))
     launch.cancel(run, None)
     assert [event.event for event in run.read_events()] == ["cancelled"]
+
+
+def test_without_slurm_a_full_disk_keeps_nothing_running(
+        tmp_path: Path, child: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = launch.write(*here(tmp_path)[0])
+    job = local.job_id(child("sleep", "60").pid)
+    run.write_jobs(Jobs(jobs=(SubmittedJob(role="serve", job_id=job, time=1.0),), complete=True))
+    monkeypatch.setattr(RunDir, "record", full)
+    launch.cancel(run, None)
+    assert Local().states([job])[job].ended

@@ -200,3 +200,9 @@ def test_a_directive_that_would_break_its_line_is_refused(value: str) -> None:
 def test_a_runs_folder_that_would_break_a_directives_line_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot be printed"):
         small_plan(Path("/shared/two\nlines"))
+
+
+@pytest.mark.parametrize("folder", ["/shared/%j", "/shared/100%", "/shared/%%"])
+def test_a_runs_folder_in_which_slurm_would_fill_something_in_is_refused(folder: str) -> None:
+    with pytest.raises(UsageError, match=r"runs_dir: .* cannot be where runs lie"):
+        small_plan(Path(folder))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isambard_serve import points
+from isambard_serve import bench, points
 from isambard_serve.claim import Claim, SupersededError, newest
 from isambard_serve.errors import ServeError
-from isambard_serve.plan import Plan, filled
+from isambard_serve.plan import Plan, Point, filled
 from isambard_serve.points import EngineGoneError, Loop
-from isambard_serve.records import Row
-from isambard_serve.run import RunDir, append_line
+from isambard_serve.records import Row, Writer
+from isambard_serve.run import RunDir, append_line, read_lines
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.helpers import good_bench, keep_row, small_plan, some_row, some_sample, written_run
+from tests.unit.helpers import answering, good_bench, keep_row, small_plan, some_row, some_sample, written_run
 
 SUPERSEDE = """echo '{{"holder": "inside", "job_id": null, "time": 1}}' > {run.claims}/0002.json"""
 
@@ -64,6 +64,14 @@ def run(plan: Plan) -> RunDir:
 
 
 @pytest.fixture
+def living(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The run's engine outlives all that goes wrong."""
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    with answering(run):
+        yield
+
+
+@pytest.fixture
 def good(tmp_path: Path) -> Iterator[Bench]:
     """Leaves a good result for the point with concurrency 1 (two prompts)."""
     result = tmp_path / "result.json"
@@ -101,6 +109,7 @@ def test_the_load_generator_is_a_step_inside_the_serve_job_with_the_given_variab
     assert good.environments == [{"A": "1"}]
 
 
+@pytest.mark.usefixtures("living")
 def test_only_samples_from_its_own_time_count_for_a_point(run: RunDir, plan: Plan, good: Bench) -> None:
     append_line(run.samples, some_sample(time=time.time() - 60, kv_cache_usage=0.9))
     append_line(run.samples, some_sample(time=time.time() + 60, kv_cache_usage=0.5, preemptions_total=2))
@@ -109,18 +118,22 @@ def test_only_samples_from_its_own_time_count_for_a_point(run: RunDir, plan: Pla
     assert (row.kv_cache_usage_max, row.preemptions) == (0.5, 3)
 
 
+@pytest.mark.usefixtures("living")
 def test_a_benchmark_that_fails_leaves_a_row_that_says_so(run: RunDir, plan: Plan) -> None:
     row = measured(run, plan, Bench("exit 3"))
     assert (row.valid, row.reasons) == (False, ("bench_ended",))
     assert run.read_rows() == [row]
 
 
-def test_a_point_that_takes_longer_than_its_limit_is_ended_and_invalid(tmp_path: Path, good: Bench) -> None:
+def test_a_point_that_takes_longer_than_its_limit_is_ended_and_invalid(
+        tmp_path: Path, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
     plan = small_plan(tmp_path, {"bench": {"point_limit": "0s"}})
     run = written_run(plan)
     endless = Bench(f"{good.script}; sleep 60")
     began = time.monotonic()
-    row = measured(run, plan, endless)
+    with answering(run):
+        row = measured(run, plan, endless)
     assert time.monotonic() - began < 5
     assert (row.valid, "bench_ended" in row.reasons) == (False, True)
     assert endless.children[0].poll() is not None
@@ -131,8 +144,8 @@ def test_a_point_that_takes_longer_than_its_limit_is_ended_and_invalid(tmp_path:
 def test_an_engine_that_goes_away_leaves_no_row_and_no_load_generator(
         run: RunDir, plan: Plan, event: str, reason: str | None, told: str) -> None:
     run.record("serve", "ready")
-    run.record("serve", event, reason=reason)
-    endless = Bench("sleep 60")
+    line = json.dumps({"time": 1, "writer": "serve", "event": event, "reason": reason})
+    endless = Bench(f"echo '{line}' >> {run.events}/serve.jsonl; sleep 60")
     with pytest.raises(EngineGoneError, match=f"while c0001.r1 was measured: {told}"):
         measured(run, plan, endless)
     assert endless.children[0].poll() is not None
@@ -140,6 +153,7 @@ def test_an_engine_that_goes_away_leaves_no_row_and_no_load_generator(
     assert (run.points / "c0001.r1" / "bench.log").exists()
 
 
+@pytest.mark.usefixtures("living")
 def test_all_points_are_measured_in_order_and_each_is_told(run: RunDir, plan: Plan, good: Bench) -> None:
     loop(run, plan, good).measure_all()
     assert [row.concurrency for row in run.read_rows()] == [1, 2]
@@ -147,6 +161,7 @@ def test_all_points_are_measured_in_order_and_each_is_told(run: RunDir, plan: Pl
         ("point", "c0001.r1"), ("point", "c0002.r1")]
 
 
+@pytest.mark.usefixtures("living")
 def test_points_that_were_kept_before_are_not_measured_again(run: RunDir, plan: Plan, good: Bench) -> None:
     kept = some_row(concurrency=1, output_tok_s=1.0)
     keep_row(run, kept)
@@ -165,6 +180,7 @@ def test_points_that_were_kept_stay_when_the_engine_goes_away_later(run: RunDir,
     assert [row.concurrency for row in run.read_rows()] == [1]
 
 
+@pytest.mark.usefixtures("living")
 def test_what_a_predecessor_left_of_a_point_is_not_this_measurement(run: RunDir, plan: Plan) -> None:
     folder = run.points / "c0001.r1"
     folder.mkdir()
@@ -244,18 +260,9 @@ def test_a_point_that_went_wrong_because_the_engine_died_leaves_no_row(
 def test_a_point_that_went_wrong_on_an_engine_that_still_answers_is_kept(
         run: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(points, "PROOF_S", 60.0)
-    over = threading.Event()
-
-    def sample() -> None:
-        while not over.wait(0.01):
-            append_line(run.samples, some_sample())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
     began = time.monotonic()
-    row = measured(run, plan, Bench("exit 1"))
-    over.set()
-    thread.join()
+    with answering(run):
+        row = measured(run, plan, Bench("exit 1"))
     assert time.monotonic() - began < 30
     assert run.read_rows() == [row]
 
@@ -282,3 +289,100 @@ def test_a_serve_job_that_has_said_nothing_of_its_end_goes_on(run: RunDir) -> No
     run.record("serve", "ready")
     run.record("serve", "note", reason="healthy, but no completion yet")
     assert points.serve_end(run) is None
+
+
+def seeds(bench: Bench) -> list[int]:
+    """The seeds of the load generators that were started."""
+    return [int(command[command.index("--seed") + 1]) for command in bench.commands]
+
+
+def test_each_attempt_at_a_point_and_each_claimants_has_a_seed_of_its_own(
+        run: RunDir, plan: Plan, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[int] = []
+    argv = bench.argv
+
+    def watched(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
+        attempts.append(attempt)
+        return argv(plan, point, port=port, folder=folder, attempt=attempt)
+
+    monkeypatch.setattr("isambard_serve.bench.argv", watched)
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    empty = Bench("exit 3")
+    with answering(run):
+        measured(run, plan, empty)
+        (run.points / "c0001.r1" / "row.json").unlink()
+        measured(run, plan, good)  # whoever takes over
+    assert attempts == [0, 1, 2, points.ATTEMPTS]
+    assert len({*seeds(empty), *seeds(good)}) == 4
+
+
+@pytest.mark.parametrize(("writer", "event"), [
+    ("serve", "failed"), ("serve", "stopping"), ("serve", "done"), ("cancel", "cancelled")])
+def test_no_load_generator_is_started_on_an_engine_that_has_gone(
+        run: RunDir, plan: Plan, good: Bench, writer: Writer, event: str) -> None:
+    run.record(writer, event)
+    with pytest.raises(EngineGoneError, match=rf"c0001\.r1.*: {event}"):
+        measured(run, plan, good)
+    assert good.commands == []
+    assert run.read_rows() == []
+
+
+@pytest.mark.usefixtures("living")
+def test_a_load_generator_that_left_no_result_is_tried_again_and_the_first_result_is_kept(
+        run: RunDir, plan: Plan, good: Bench) -> None:
+    good.script = f"""[ -e {run.path}/tried ] || {{ touch {run.path}/tried; exit 1; }}; {good.script}"""
+    row = measured(run, plan, good)
+    assert (row.valid, len(good.commands)) == (True, 2)
+    assert run.read_rows() == [row]
+    assert [event.reason for event in run.read_events(["sweep"])] == [None]
+
+
+@pytest.mark.usefixtures("living")
+def test_a_load_generator_that_never_leaves_a_result_is_given_up_after_its_attempts(run: RunDir, plan: Plan) -> None:
+    empty = Bench("exit 3")
+    measured(run, plan, empty)
+    assert len(empty.commands) == points.ATTEMPTS
+    (event,) = run.read_events(["sweep"])
+    assert str(event.reason).startswith("the load generator ended with 3: ")
+
+
+@pytest.mark.usefixtures("living")
+def test_a_result_is_not_tried_for_again_however_bad_it_is(run: RunDir, plan: Plan, good: Bench) -> None:
+    good.script += "; exit 3"
+    assert not measured(run, plan, good).valid
+    assert len(good.commands) == 1
+
+
+def test_a_load_generator_that_hit_its_limit_is_not_tried_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    plan = small_plan(tmp_path, {"bench": {"point_limit": "0s"}})
+    run = written_run(plan)
+    endless = Bench("sleep 60")
+    with answering(run):
+        assert measured(run, plan, endless).reasons == ("bench_ended",)
+    assert len(endless.commands) == 1
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_a_point_that_went_wrong_without_a_sign_that_its_engine_lives_leaves_no_row(
+        run: RunDir, plan: Plan, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 0.1)
+    append_line(run.samples, some_sample())
+    append_line(run.samples, some_sample())
+    looks: list[int] = []
+
+    def looked(*given: Any) -> Any:
+        looks.append(0)
+        if len(looks) == 3 and samples:  # after the point's own, and the first of the proof
+            append_line(run.samples, some_sample())
+        return read_lines(*given)
+
+    monkeypatch.setattr(points, "read_lines", looked)
+    empty = Bench("exit 1")
+    with pytest.raises(EngineGoneError, match=r"no sign of life after c0001\.r1 went wrong"):
+        measured(run, plan, empty)
+    assert len(looks) > 3
+    assert len(empty.commands) == 1
+    assert run.read_rows() == []
+    assert run.read_events(["sweep"]) == []

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from isambard_serve import prepare
-from isambard_serve.errors import HostError
+from isambard_serve.errors import HostError, ServeError
 from isambard_serve.prepare import NodeFacts
 from isambard_serve.run import RunDir, Runs
 from tests.unit.helpers import Stubs, said, small_plan, written_run
@@ -100,3 +100,14 @@ def test_a_node_that_cannot_be_prepared_says_so_before_its_job_ends(
     last = run.read_events()[-1]
     assert last.event == "failed"
     assert "could not be prepared" in str(last.reason)
+
+
+def test_a_run_that_was_cancelled_before_its_turn_is_not_prepared(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.record("cancel", "cancelled", reason="cancelled on request")
+    monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
+    with pytest.raises(ServeError, match="the run was cancelled before it started"):
+        prepare.main()
+    assert not run.slots.exists()
+    assert not run.key.exists()
+    assert [event.event for event in run.read_events(["serve"])] == ["started", "failed"]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from isambard_serve import process
-from isambard_serve.errors import HostError
+from isambard_serve.errors import HostError, NoProgramError
 from tests.support.waiting import wait_until
 from tests.unit.helpers import said
 
@@ -29,8 +29,19 @@ def test_a_program_sees_only_the_variables_given_and_reads_nothing() -> None:
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(HostError, match="there is no program 'no-such-program' here"):
+    with pytest.raises(NoProgramError, match="no-such-program cannot be started here: No such file"):
         process.run(["no-such-program"], env=ENV)
+
+
+def test_a_program_that_may_not_be_run_is_named_as_one_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "sbatch"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o600)
+    with pytest.raises(NoProgramError, match="sbatch cannot be started here: Permission denied") as caught:
+        process.run([str(path)], env=ENV)
+    assert isinstance(caught.value, HostError)
+    assert caught.value.exit_code == 3
+    assert caught.value.remedy
 
 
 def test_a_program_that_does_not_answer_is_given_up() -> None:

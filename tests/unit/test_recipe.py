@@ -266,3 +266,30 @@ def test_a_recipe_is_immutable() -> None:
     value: Any = yamlfile.convert({"name": "x", **yamlfile.parse(SMALL, "SMALL")}, Recipe, "SMALL")
     with pytest.raises(AttributeError):
         value.name = "y"
+
+
+@pytest.mark.parametrize("word", ["a\\0b", "a\ud800b"])
+@pytest.mark.parametrize("change", [
+    'model="{}"', 'engine.env.A="{}"', 'engine.extra_args=["{}"]', 'engine.args.chat-template="{}"',
+    'bench.args.label="{}"', 'description="{}"'])
+def test_what_no_argument_and_no_file_can_hold_is_refused(write: Write, change: str, word: str) -> None:
+    path = write("mine.yaml", SMALL)
+    with pytest.raises(UsageError):
+        recipe.load(str(path), (change.format(word),))
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x.yaml", "a\0b.yaml", "a\0b/c"])
+def test_a_path_that_cannot_be_one_is_named_as_one_that_is_not_there(name: str) -> None:
+    with pytest.raises(UsageError, match="no such recipe file") as caught:
+        recipe.locate(name)
+    assert caught.value.where == name
+
+
+def test_a_folder_that_is_named_like_a_recipe_is_none(isolated: Path) -> None:
+    for name in ("dir", "tp4"):
+        (isolated / "jobs" / f"{name}.yaml").mkdir(parents=True)
+    assert recipe.names() == NAMES
+    assert recipe.locate("tp4") == shipped.folder("jobs") / "tp4.yaml"
+    for name in ("dir", "jobs/dir.yaml"):
+        with pytest.raises(UsageError):
+            recipe.locate(name)

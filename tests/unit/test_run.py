@@ -72,8 +72,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_temporary_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         runs.write_whole(folder / "f", "new")
+    assert caught.value.filename == str(folder / "f")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"f": "old"}
 
 
@@ -165,6 +166,21 @@ def test_rows_are_read_by_concurrency_and_repeat_and_half_written_ones_are_not(t
     (run.points / "c0016.r1" / ".row.json.0000.tmp").write_text("{")
     (run.points / "c9999.r1").mkdir()
     assert [(row.concurrency, row.repeat) for row in run.read_rows()] == [(16, 1), (16, 2), (2048, 1)]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "x"}'])
+def test_a_damaged_row_is_left_out_and_hides_no_other(tmp_path: Path, content: str) -> None:
+    run = written_run(small_plan(tmp_path))
+    for concurrency in (1, 2):
+        keep_row(run, some_row(concurrency=concurrency))
+    (run.points / "c0001.r1" / "row.json").write_text(content)
+    assert [row.concurrency for row in run.read_rows()] == [2]
+
+
+def test_a_newest_run_whose_plan_is_damaged_is_the_latest_all_the_same(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    run.plan.write_text("{")
+    assert Runs(tmp_path, "s").find("latest").path == run.path
 
 
 def test_a_run_is_found_by_its_id_by_any_job_id_and_by_its_path(tmp_path: Path, isolated: Path) -> None:

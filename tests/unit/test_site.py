@@ -172,3 +172,17 @@ def test_a_users_site_may_extend_another_of_the_users_own(
     (own / "mine.yaml").write_text("extends: isambard-ai\npartition: other\n")
     mine = site.load("mine")
     assert (mine.partition, mine.poll_interval_s, mine.node.gpus) == ("other", 77, 4)
+
+
+def test_where_runs_lie_may_start_at_the_home_folder(tmp_path: Path) -> None:
+    written = msgspec.structs.replace(site.load(str(PRETEND)), runs_dir="~/runs")
+    assert site.resolved(written, {})[0].runs_dir == str(tmp_path / "home" / "runs")
+    written = msgspec.structs.replace(written, runs_dir="$A/runs")
+    assert site.resolved(written, {"A": "~"})[0].runs_dir == str(tmp_path / "home" / "runs")
+
+
+@pytest.mark.parametrize("folder", ["runs", "./runs", "../runs", "", "$A/runs"])
+def test_where_runs_lie_does_not_depend_on_where_one_stands(folder: str) -> None:
+    written = msgspec.structs.replace(site.load(str(PRETEND)), runs_dir=folder)
+    with pytest.raises(UsageError, match=r"site pretend: runs_dir: .* is no absolute path"):
+        site.resolved(written, {"A": "relative"})

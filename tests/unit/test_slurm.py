@@ -174,10 +174,13 @@ def test_one_answer_serves_all_of_a_users_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "used"), [
-    ("101|COMPLETED|3600|billing=4,cpu=288,gres/gpu=4,mem=460G,node=1\n", {"101": (4, 3600)}),
-    ("101|CANCELLED by 1000|60|cpu=1,gres/gpu:gh200=1,gres/gpu=1\n102|FAILED|0|\n", {"101": (1, 60), "102": (0, 0)}),
-    ("101|RUNNING|60|gres/gpu=1\n101.batch|COMPLETED|60|\n", {}),
-    ("101|COMPLETED||gres/gpu=1\n", {}), ("", {}), ("nonsense\n", {}),
+    ("101|COMPLETED|3600|2026-11-29T19:12:58|billing=4,cpu=288,gres/gpu=4,mem=460G,node=1\n", {"101": (4, 3600)}),
+    ("101|CANCELLED by 1000|60|2026-11-29T19:12:58|cpu=1,gres/gpu:gh200=1,gres/gpu=1\n"
+     "102|FAILED|0|2026-11-29T19:12:58|\n",
+     {"101": (1, 60), "102": (0, 0)}),
+    ("101|RUNNING|60|Unknown|gres/gpu=1\n101.batch|COMPLETED|60|2026-11-29T19:12:58|\n", {}),
+    ("101|COMPLETED|60|Unknown|gres/gpu=1\n102|NODE_FAIL|60||gres/gpu=1\n", {}),  # nobody knows yet when it ended
+    ("101|COMPLETED||2026-11-29T19:12:58|gres/gpu=1\n", {}), ("", {}), ("nonsense\n", {}),
 ])
 def test_what_ended_jobs_have_held_is_read_from_the_accounting(text: str, used: dict[str, tuple[int, int]]) -> None:
     assert Slurm({}, FakeSlurm(sacct=text)).used(["101", "102"]) == {

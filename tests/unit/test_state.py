@@ -168,3 +168,16 @@ def test_whoever_measures_inside_the_serve_job_is_heard_as_the_sweep_is() -> Non
     assert state.fold(measuring, JOBS, RUNNING, 0.0) == ("measuring", None)
     failed = [*measuring, Event(time=6, writer="inside", event="failed", reason="no point left a result")]
     assert state.fold(failed, JOBS, RUNNING, 0.0) == ("failed", "no point left a result")
+
+
+@pytest.mark.parametrize(("told", "answer", "end"), [
+    (["serve:started", "serve:loading"], RUNNING, ("loading", None)),
+    (["serve:started", "serve:ready", "serve:done:2 points"], {}, ("done", "2 points")),
+    (["serve:started", "serve:failed:the engine died"], {}, ("failed", "the engine died")),
+    (["serve:started", "cancel:cancelled:on request"], {}, ("cancelled", "on request")),
+    ([], {}, ("failed", "not submitted: no answer")),
+    ([], RUNNING, ("failed", "not submitted: no answer")),
+])
+def test_a_submission_that_was_taken_for_refused_and_ran_all_the_same_is_what_its_jobs_say(
+        told: list[str], answer: dict[str, JobState], end: tuple[str, str | None]) -> None:
+    assert state.fold(events("submit:failed:not submitted: no answer", *told), JOBS, answer, 0.0) == end

@@ -77,9 +77,10 @@ def test_slurm_is_not_asked_about_a_run_that_has_ended(run: RunDir) -> None:
 def test_an_ended_runs_node_hours_are_the_accountings_once_it_knows_all_jobs(run: RunDir) -> None:
     (run.path.parent / ".jobs").mkdir()
     run.record("serve", "done")
-    fake = FakeSlurm(sacct="101|COMPLETED|7200|gres/gpu=1\n102|RUNNING|7200|gres/gpu=1\n")
+    fake = FakeSlurm(sacct="101|COMPLETED|7200|2026-11-29T19:12:58|gres/gpu=1\n102|RUNNING|7200|Unknown|gres/gpu=1\n")
     assert status.read(run, Slurm({}, fake)).node_hours_by == "clock"
-    fake.answers["sacct"] = "101|COMPLETED|7200|gres/gpu=1\n102|COMPLETED|3600|gres/gpu=1\n"
+    fake.answers["sacct"] = ("101|COMPLETED|7200|2026-11-29T19:12:58|gres/gpu=1\n"
+                             "102|COMPLETED|3600|2026-11-29T19:12:58|gres/gpu=1\n")
     assert status.read(run, Slurm({}, fake)).node_hours_by == "clock"
     os.utime(run.path.parent / ".jobs" / "sacct-asked", (0, 0))
     for slurm in (Slurm({}, fake), None):
@@ -90,7 +91,7 @@ def test_an_ended_runs_node_hours_are_the_accountings_once_it_knows_all_jobs(run
 
 @pytest.mark.parametrize("answer", [
     HostError("sacct gave no answer within 60 s"), said(stderr="accounting storage is disabled", returncode=1),
-    "", "101|COMPLETED|7200|gres/gpu=1\n"])
+    "", "101|COMPLETED|7200|2026-11-29T19:12:58|gres/gpu=1\n"])
 def test_as_long_as_the_accounting_does_not_know_all_jobs_the_runs_own_clock_counts(
         run: RunDir, answer: object) -> None:
     (run.path.parent / ".jobs").mkdir()

@@ -25,6 +25,7 @@ from tests.unit.fake_engine import FakeEngine
 from tests.unit.helpers import (
     HERE,
     Stubs,
+    answering,
     good_bench,
     keep_row,
     pretend_site,
@@ -135,10 +136,12 @@ def test_an_engine_that_is_never_ready_is_given_up_after_its_load_limit(
     assert "load_limit" in str(said(run)[-1].reason)
 
 
-def test_a_sweep_of_which_no_point_left_a_result_has_failed(run: RunDir, stubs: Stubs) -> None:
+def test_a_sweep_of_which_no_point_left_a_result_has_failed(
+        run: RunDir, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
     stubs.add("vllm", "echo no such model >&2; exit 1")
     ready(run)
-    with pytest.raises(ServeError, match="no point left a result"):
+    with answering(run), pytest.raises(ServeError, match="no point left a result"):
         sweep.sweep(str(run.path))
     assert said(run)[-1].event == "failed"
     assert len(run.read_rows()) == 2
@@ -289,3 +292,22 @@ def test_the_program_takes_over_the_claim_that_it_is_told(run: RunDir, monkeypat
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [(str(run.path), 3)]
+
+
+def test_a_sweep_whose_engine_gives_no_sign_of_life_leaves_the_verdict_to_slurm(run: RunDir, stubs: Stubs) -> None:
+    stubs.add("vllm", "exit 1")
+    ready(run)
+    with pytest.raises(EngineGoneError, match="no sign of life"):
+        sweep.sweep(str(run.path))
+    assert [event.event for event in said(run)] == ["waiting", "measuring", "left"]
+    assert run.read_rows() == []
+
+
+def test_inside_the_serve_job_an_engine_of_whose_end_the_watcher_says_nothing_is_a_failure(
+        run: RunDir, stubs: Stubs) -> None:
+    stubs.add("vllm", "exit 1")
+    ready(run)
+    with pytest.raises(EngineGoneError, match="no sign of life"):
+        sweep.inside(str(run.path), 0)
+    assert [event.event for event in said(run, "inside")] == ["measuring", "failed"]
+    assert "no sign of life" in str(said(run, "inside")[-1].reason)

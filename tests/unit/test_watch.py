@@ -19,7 +19,7 @@ from isambard_serve.claim import Claim
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import free_port
 from isambard_serve.recipe import END_MARGIN_S
-from isambard_serve.records import Endpoint, Sample
+from isambard_serve.records import Endpoint, Sample, Writer
 from isambard_serve.run import RunDir, read_lines, write_whole
 from isambard_serve.watch import Activity, End, Watcher
 from tests.support.waiting import wait_until
@@ -65,6 +65,11 @@ class Scene:
         self.ends: list[End] = []
         self._watcher = Watcher(self.run, plan, fake.client(), process, self.terminated, deadline)
         self.thread = threading.Thread(target=lambda: self.ends.append(self._watcher.watch()))
+
+    @property
+    def over(self) -> threading.Event:
+        """What the watcher's threads wait for."""
+        return self._watcher._over
 
     def begin(self) -> None:
         """Begin to watch."""
@@ -153,7 +158,8 @@ def test_a_sample_that_cannot_be_read_stops_nothing(scene: Callable[..., Scene],
 
 
 @pytest.mark.parametrize(("script", "told"), [
-    ("exit 0", "exit code 0"), ("exit 1", "exit code 1"), ("kill -KILL $$", "signal SIGKILL")])
+    ("exit 0", "exit code 0"), ("exit 1", "exit code 1"), ("kill -KILL $$", "signal SIGKILL"),
+    ("kill -40 $$", "signal 40")])
 def test_an_engine_that_ends_by_itself_has_failed_whatever_its_exit_code(
         scene: Callable[..., Scene], script: str, told: str) -> None:
     watched = scene(argv=("bash", "-c", script), health=503)
@@ -198,6 +204,17 @@ def test_when_the_sweep_gives_up_the_engine_stops_and_leaves_the_verdict_to_it(s
     watched.run.record("sweep", "failed", reason="the sweep: no point left a result")
     assert watched.end().event == "stopping"
     assert watched.end().exit_code == 1
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_cancelled_run_ends(scene: Callable[..., Scene], is_ready: bool) -> None:
+    watched = scene(health=200 if is_ready else 503)
+    if is_ready:
+        watched.ready()
+    else:
+        watched.begin()
+    watched.run.record("cancel", "cancelled", reason="cancelled on request")
+    assert watched.end() == End("stopping", "cancelled on request")
 
 
 def test_a_request_to_end_is_followed_and_told(scene: Callable[..., Scene]) -> None:
@@ -425,6 +442,49 @@ def test_a_full_disk_ends_no_run_by_itself(scene: Callable[..., Scene], monkeypa
     assert tried.wait(10)
     watched.run.record("sweep", "finished", reason="2 points measured, 2 valid")
     assert watched.end().event == "done"
+
+
+@pytest.mark.parametrize("told", ["endpoint", "ready"])
+def test_an_engine_that_becomes_ready_while_the_disk_is_full_says_so_as_soon_as_there_is_room(
+        scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    tries: list[str] = []
+    record = RunDir.record
+
+    def full_at_first(what: str) -> None:
+        if what == told:
+            tries.append(what)
+            if len(tries) < 3:
+                raise OSError(28, "No space left on device")
+
+    def write_endpoint(path: Path, content: bytes) -> None:
+        full_at_first("endpoint")
+        write_whole(path, content)
+
+    def record_ready(run: RunDir, writer: Writer, event: str, **more: str | None) -> None:
+        full_at_first(event)
+        record(run, writer, event, **more)
+
+    monkeypatch.setattr(watch, "write_whole", write_endpoint)
+    monkeypatch.setattr(RunDir, "record", record_ready)
+    watched = scene()
+    wait = watched.over.wait
+    monkeypatch.setattr(watched.over, "wait", lambda timeout: wait(min(timeout, 0.01)))
+    watched.ready()
+    assert len(tries) == 3
+    assert watched.words() == ["ready"]
+    assert watched.run.endpoint.exists()
+
+
+def test_an_engine_that_can_tell_nobody_that_it_is_ready_is_ended_when_it_is_idle(
+        scene: Callable[..., Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(watch, "write_whole", full)
+    watched = scene(plan=limited(tmp_path, idle_s=0))
+    watched.begin()
+    assert "idle_timeout" in watched.end().reason
+    assert watched.words() == []
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ class Outer(Record, frozen=True, rename="kebab"):
     ("no", "true or false"), ("No", "true or false"), ("on", "true or false"), ("OFF", "true or false"),
     ("yes", "true or false"),
     ("010", "leading zero"), ("-07", "leading zero"), ("0099", "leading zero"), ("08", "leading zero"),
+    (".inf", "a number"), ("-.INF", "a number"), ("+.Inf", "a number"), (".nan", "a number"), (".NaN", "a number"),
     ("2026-11-29", "as a date"), ("2026-11-29 18:12:58", "as a date"), ("2026-11-29T18:12:58Z", "as a date"),
 ])
 def test_a_value_that_yaml_would_read_as_something_else_is_refused_with_its_place_and_a_remedy(
@@ -47,7 +48,7 @@ def test_a_value_that_yaml_would_read_as_something_else_is_refused_with_its_plac
     assert remedy in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["4:00:00", "no", "010", "2026-11-29"])
+@pytest.mark.parametrize("value", ["4:00:00", "no", "010", "2026-11-29", ".inf", ".nan"])
 def test_the_same_value_in_quotes_is_a_word(value: str) -> None:
     assert yamlfile.parse(f"a: '{value}'\nb: \"{value}\"", "x") == {"a": value, "b": value}
 
@@ -90,9 +91,33 @@ def test_a_value_that_holds_itself_is_refused_and_never_walked_for_ever() -> Non
         yamlfile.parse("a: &a [1, {b: *a}]", "f")
 
 
+def aliases(levels: int) -> str:
+    """A map whose last value stands for nine to the power of ``levels`` words."""
+    lines = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, levels + 1)]
+    return "\n".join(["l0: &l0 x", *lines])
+
+
 def test_an_alias_of_aliases_is_looked_at_once() -> None:
-    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 25)]
-    assert len(yamlfile.parse("\n".join(["l0: &l0 x", *levels]), "f")) == 25
+    assert len(yamlfile.parse(aliases(3), "f")) == 4
+    # One look at each alias of these would never end.
+    with pytest.raises(UsageError, match="f: holds more than 10000 values"):
+        yamlfile.parse(aliases(24), "f")
+
+
+@pytest.mark.parametrize("text", [
+    '!!int "x"', '!!int ""', '!!float "x"', '!!bool "x"', '!!timestamp "x"', '!!timestamp "2026-99-99"',
+    '!!binary "é"', "!!int [1]", "!!map x", "!!seq x", "!!nonsense x"])
+def test_a_value_that_does_not_fit_its_own_tag_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        yamlfile.parse(f"a: {text}", "f")
+    assert str(caught.value.where).startswith("f")
+    assert caught.value.what
+
+
+@pytest.mark.parametrize("text", ["[" * 3000 + "]" * 3000, "{a: " * 3000 + "}" * 3000])
+def test_a_value_too_deep_to_be_walked_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        yamlfile.parse(f"a: {text}", "f")
 
 
 @pytest.mark.parametrize(("text", "where"), [
@@ -200,7 +225,8 @@ def test_an_assignment_lays_one_value_over_a_map(assignment: str, result: Any) -
     assert base == {"engine": {"args": {"numa-bind": True}}}
 
 
-@pytest.mark.parametrize("assignment", ["", "model", "=x", "a..b=1", ".a=1", "a.=1"])
+@pytest.mark.parametrize("assignment", ["", "model", "=x", "a..b=1", ".a=1", "a.=1",
+                                        ".".join("a" * 5000) + "=1"])
 def test_an_assignment_without_a_key_path_and_a_value_is_refused(assignment: str) -> None:
     with pytest.raises(UsageError, match=r"--set: .* is not KEY\.PATH=VALUE"):
         yamlfile.assigned({}, (assignment,))

@@ -1,0 +1,62 @@
+"""Used time from the site's accounting, and what its outage means."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.person import Person
+from tests.cluster.pretend import PretendCluster
+from tests.support import coverage
+from tests.support.installation import install
+
+QUICK = ("--set", "bench.concurrency=[1]")
+LONG = ("--set", "bench.osl=500000", "--set", "engine.args.max-model-len=600000")
+
+
+@pytest.fixture(scope="module")
+def accounted() -> Iterator[Person]:
+    """The user of a cluster of its own, which keeps accounts."""
+    with (tempfile.TemporaryDirectory(prefix="pretend-", dir="/tmp") as folder,
+          PretendCluster.boot(Path(folder), accounting=True) as cluster):
+        coverage.prepare(cluster.folder)
+        container = "{runtime: simulated, args: [--sim-time-scale, '20']}"
+        yield Person.with_site(cluster, install(cluster.folder / "installed"), "accounted", container)
+        coverage.gather(cluster.folder)
+
+
+def test_used_node_hours_are_those_of_the_accounting_once_it_knows_them(accounted: Person) -> None:
+    run_id = accounted.submits("tiny", *QUICK)
+    accounted.waits_for(run_id, "done", timeout_s=60)
+
+    def accounts() -> bool:
+        return bool(accounted.run_of(run_id)["node_hours_by"] == "sacct")
+
+    accounted.cluster.wait_until(accounts, 60, "the accounting")
+    lines = accounted.cluster.run(["sacct", "-nPX", "--format=ElapsedRaw,AllocTRES"]).stdout.splitlines()
+    seconds = [int(line.split("|")[0]) for line in lines]
+    assert len(seconds) == 2
+    assert all("gres/gpu=1" in line for line in lines)
+    assert accounted.run_of(run_id)["node_hours"] == pytest.approx(sum(seconds) / 3600 / 4, abs=1e-6)
+
+
+def test_a_run_that_died_in_an_outage_is_unknown_until_slurm_can_say(accounted: Person) -> None:
+    run_id = accounted.submits("tiny", *QUICK, *LONG)
+    accounted.waits_for(run_id, "measuring", timeout_s=60)
+    cluster = accounted.cluster
+    with cluster.outage("slurmdbd"), cluster.outage("slurmctld"):
+        assert accounted.run_of(run_id)["state"] == "measuring"
+        for process in accounted.job_of(run_id):
+            process.kill()
+        # More than a minute of silence, without waiting for it.
+        for name in ("samples.jsonl", "events/serve.jsonl", "engine/engine.log"):
+            os.utime(accounted.runs / run_id / name, (1, 1))
+        run = accounted.waits_for(run_id, "unknown", timeout_s=60)  # once Slurm's last answer is too old to be used
+        assert "no sign of life" in run["reason"]
+        assert run["node_hours_by"] == "clock"
+    assert accounted.waits_for(run_id, "failed", timeout_s=60)["reason"].startswith("Slurm: ")
+    accounted.waits_for_an_empty_queue()
