@@ -49,6 +49,8 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
     for event in own:
         if STATES.index(event.event) > STATES.index(reached):
             reached = cast(State, event.event)
+    if answer and answer.state == "COMPLETING" and STATES.index(reached) < STATES.index("stopping"):
+        return "stopping", "Slurm: COMPLETING" + (f" ({answer.reason})" if answer.reason else "")
     if reached == "submitted":
         return _submitted(jobs, serve, slurm)
     if answer is None and silence_s is not None and silence_s > SILENCE_S:

@@ -181,3 +181,10 @@ def test_whoever_measures_inside_the_serve_job_is_heard_as_the_sweep_is() -> Non
 def test_a_submission_that_was_taken_for_refused_and_ran_all_the_same_is_what_its_jobs_say(
         told: list[str], answer: dict[str, JobState], end: tuple[str, str | None]) -> None:
     assert state.fold(events("submit:failed:not submitted: no answer", *told), JOBS, answer, 0.0) == end
+
+
+def test_a_job_that_slurm_is_clearing_away_is_stopping_whatever_its_files_say() -> None:
+    clearing = {"101": JobState(state="COMPLETING", reason="JobLaunchFailure")}
+    assert state.fold(events("serve:ready", "sweep:measuring"), JOBS, clearing, 9999.0) == (
+        "stopping", "Slurm: COMPLETING (JobLaunchFailure)")
+    assert state.fold(events("serve:ready", "serve:stopping:all done"), JOBS, clearing, 0.0)[0] == "stopping"
