@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv demo lint test unit sandbox engine cluster soak benchmarks docs pins clean
+.PHONY: help venv demo lint test unit sandbox engine cluster rows soak benchmarks docs pins clean
 
 help:
-	@echo "make venv | demo | lint | test (unit, sandbox, engine, cluster) | soak | benchmarks | docs | pins | clean"
+	@echo "make venv | demo | lint | test (unit, sandbox, engine, cluster) | rows | soak | benchmarks | docs | pins | clean"
 
 venv: $(VENV)/.complete
 
@@ -46,6 +46,10 @@ engine: venv
 
 cluster: venv
 	$(BIN)/pytest tests/cluster
+
+# Real rows: the recipe tiny through real Slurm and real vLLM (its CPU build), on this machine.
+rows: venv
+	$(BIN)/python -m tests.cluster.rows
 
 # The random trials, more of them than in `make test`.
 soak: venv

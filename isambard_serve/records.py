@@ -1,4 +1,4 @@
-"""The records that runs leave behind and that ``--json`` prints. Their names are stable (DESIGN §12).
+"""The records that runs leave behind and that ``--json`` prints. Their names are stable.
 
 Times are seconds since the epoch, UTC. Every document that leaves the package carries ``schema``.
 """
