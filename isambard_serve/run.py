@@ -42,7 +42,7 @@ FILES = {
     "slots.sh": "the slots, for the script",
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",
-    "samples.jsonl": "the engine's metrics, once a second",
+    "samples.jsonl": "the engine's metrics, once a second; of a simulated engine ten times",
     "engine/": "the engine's log",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
     "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log",

@@ -225,7 +225,7 @@ class Watcher:
         self._run.record("serve", "ready", job_id=job_id)
 
     def _sample(self) -> None:
-        """One sample a second into ``samples.jsonl``, from the moment that the engine is ready."""
+        """Samples into ``samples.jsonl``, from the moment that the engine is ready."""
         interval_s = SIMULATED_SAMPLE_S if self._plan.simulated else SAMPLE_S
         self._ready.wait()
         while not self._over.is_set():

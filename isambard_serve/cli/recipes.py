@@ -1,4 +1,4 @@
-"""``recipes``, ``show``, ``plan``, ``render``: everything that touches no cluster."""
+"""``recipes``, ``show``, ``diff``, ``plan``, ``render``: everything that touches no cluster."""
 
 from __future__ import annotations
 
