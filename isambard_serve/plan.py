@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,11 +22,16 @@ from isambard_serve.site import Site
 
 
 class Slot(Record, frozen=True):
-    """A word that is not known yet: the engine's ``port``, or the ``serve_job`` id."""
+    """What is not known yet: the engine's ``port``, the ``serve_job`` id, and where this node's NUMA map binds what.
 
-    slot: Literal["port", "serve_job"]
+    ``membind`` is the command that keeps the engine's memory beside the node's CPUs, ``numa_bind`` the engine's flags
+    that bind its ranks. ``many``: any number of words, also none; otherwise one.
+    """
+
+    slot: Literal["port", "serve_job", "membind", "numa_bind"]
     before: str = ""
     """Text that stands directly before the value, in the same word."""
+    many: bool = False
 
 
 Word = str | Slot
@@ -81,7 +86,10 @@ class NodeHours(Record, frozen=True):
 
 
 class Plan(Record, frozen=True):
-    """Everything about a run that is known before it is submitted."""
+    """Everything about a run that is known before it is submitted.
+
+    ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
+    """
 
     run_id: str
     run_dir: str
@@ -109,6 +117,8 @@ class Plan(Record, frozen=True):
     export: tuple[str, ...]
     unset: tuple[str, ...]
     environment: dict[str, str]
+    numa_bind: bool
+    launcher_argv: tuple[Word, ...]
     container_argv: tuple[str, ...]
     engine_argv: tuple[Word, ...]
     bench_argv: tuple[Word, ...]
@@ -123,11 +133,24 @@ class Plan(Record, frozen=True):
         """What the run costs at most with its placement, in node-hours."""
         return self.node_hours.inside if self.placement == "inside" else self.node_hours.dependent
 
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The slots of any number of words that the engine's command has."""
+        return tuple(word.slot for word in (*self.launcher_argv, *self.engine_argv)
+                     if isinstance(word, Slot) and word.many)
 
 
-def filled(words: Sequence[Word], **values: str) -> list[str]:
-    """``words`` with their slots filled."""
-    return [word if isinstance(word, str) else word.before + values[word.slot] for word in words]
+def filled(words: Sequence[Word], *, lists: Mapping[str, Sequence[str]] | None = None, **values: str) -> list[str]:
+    """``words`` with their slots filled: those of one word from ``values``, those of many from ``lists``."""
+    result: list[str] = []
+    for word in words:
+        if isinstance(word, str):
+            result.append(word)
+        elif word.many:
+            result += (lists or {})[word.slot]
+        else:
+            result.append(word.before + values[word.slot])
+    return result
 
 
 def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, ladder: tuple[str, ...] = (),
@@ -157,6 +180,11 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
     simulated = site.container.runtime == "simulated"
     command = (python, "-m", "isambard_serve.sim") if simulated else site.container.command
     simulation = site.container.args if simulated else ()
+    # A recipe that says itself which nodes or CPUs is taken at its word.
+    args = dict(recipe.engine.args)
+    numa_bind = args.get("numa-bind") is True and not args.keys() & {"numa-bind-nodes", "numa-bind-cpus"}
+    if numa_bind:
+        del args["numa-bind"]
     serve_share = recipe.resources.gpus / site.node.gpus
     sweep_share = site.sweep.gpus / site.node.gpus
     return Plan(
@@ -197,9 +225,12 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         export=site.export,
         unset=site.unset,
         environment=environment,
+        numa_bind=numa_bind,
+        launcher_argv=(Slot(slot="membind", many=True),) if numa_bind else (),
         container_argv=container_argv,
         engine_argv=(*command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
-                     *flags.argv(recipe.engine.args), *recipe.engine.extra_args, *simulation),
+                     *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
+                     *recipe.engine.extra_args, *simulation),
         bench_argv=(*command, "bench", "serve", "--backend", "openai",
                     "--base-url", Slot(slot="port", before="http://127.0.0.1:"), "--endpoint", "/v1/completions",
                     "--model", recipe.model, "--dataset-name", "random", "--request-rate", "inf",

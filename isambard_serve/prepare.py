@@ -1,4 +1,4 @@
-"""On the node, before the engine starts: a free port, a key, and a record of what this node is."""
+"""On the node, before the engine starts: a free port, a key, what to bind where, and a record of what this node is."""
 
 from __future__ import annotations
 
@@ -6,34 +6,47 @@ import os
 import platform
 import resource
 import secrets
+import shlex
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from isambard_serve import process
+from isambard_serve import binding, process, topology
+from isambard_serve.binding import Binding
 from isambard_serve.errors import HostError, ServeError
 from isambard_serve.plan import Plan
 from isambard_serve.records import Record
 from isambard_serve.run import RunDir, Runs, read_record, write_whole
+from isambard_serve.topology import Topology
 
 _GPU_FIELDS = ("index", "name", "uuid", "pci.bus_id", "driver_version", "memory.total", "power.limit",
-               "clocks.max.sm", "compute_mode")
+               "clocks.max.sm", "compute_mode", "mig.mode.current")
+
+Filled = str | list[str]
+"""What a slot was filled with: a word, or any number of words."""
 
 
 class NodeFacts(Record, frozen=True):
-    """``node.json``: where the engine runs, and the slots that were filled there. ``gpus``: nvidia-smi's words."""
+    """``node.json``: where the engine runs, and the slots that were filled there.
+
+    ``gpus`` are nvidia-smi's words, ``numactl`` those of ``numactl --hardware`` (None: it is not there).
+    """
 
     node: str
     job_id: str | None
-    slots: dict[str, str]
+    slots: dict[str, Filled]
     kernel: str
-    cpus_allowed: str
     open_files: int
     visible_devices: str | None
     gpus: list[dict[str, str]]
+    topology: Topology
+    binding: Binding
+    remarks: list[str]
+    numactl: str | None
     schema: str = "isambard-serve/node/1"
 
 
@@ -57,28 +70,55 @@ def visible_gpus(env: dict[str, str], runner: process.Runner = process.run) -> l
     return [dict(zip(_GPU_FIELDS, line, strict=False)) for line in lines]
 
 
-def node_facts(slots: dict[str, str]) -> NodeFacts:
-    """What this node is, as seen by this process."""
+def numactl(arguments: list[str], env: Mapping[str, str], runner: process.Runner = process.run) -> str | None:
+    """What ``numactl ARGUMENTS`` prints; None where it is missing or fails."""
+    try:
+        done = runner(["numactl", *arguments], env=env)
+    except HostError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
+    """What this node is, as seen by this process, and all slots of ``plan``, filled."""
     env = dict(os.environ)
+    gpus = visible_gpus(env)
+    found = topology.read(root, gpus, env.get("CUDA_VISIBLE_DEVICES"))
+    bound = _binding(plan, found)
+    words = binding.slots(bound)
+    remarks = binding.remarks(found)
+    if words["membind"] and numactl([*words["membind"][1:], "true"], env) is None:
+        words["membind"] = []
+        remarks.append(f"numactl --membind={bound.memory} does not work here: only the ranks' memory is bound")
     return NodeFacts(
         node=env.get("SLURMD_NODENAME") or platform.node(),
         job_id=env.get("SLURM_JOB_ID"),
-        slots=slots,
+        slots={"port": str(free_port()), **words},
         kernel=platform.release(),
-        cpus_allowed=_cpus_allowed(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
-        gpus=visible_gpus(env),
+        gpus=gpus,
+        topology=found,
+        binding=bound,
+        remarks=remarks,
+        numactl=numactl(["--hardware"], env),
     )
 
 
-def _cpus_allowed() -> str:
-    status = Path("/proc/self/status").read_text()
-    return next(line.split()[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list"))
+def _binding(plan: Plan, found: Topology) -> Binding:
+    if plan.simulated:
+        return Binding(not_applicable="the engine is simulated")
+    if not plan.numa_bind:
+        return Binding(not_applicable="the recipe does not ask for it (engine.args.numa-bind)")
+    return binding.choose(found)
 
 
-def prepare(run: RunDir) -> None:
-    """Fills the slots of the run: ``slots.sh`` and ``api.key`` for the script, ``node.json`` for the record."""
+def prepare(run: RunDir, root: Path = Path("/")) -> None:
+    """Fills the slots of the run: ``slots.sh`` and ``api.key`` for the script, ``node.json`` for the record.
+
+    Args:
+        root: below which ``/sys`` and ``/proc`` are read.
+    """
     plan = read_record(run.plan, Plan)
     job_id = os.environ.get("SLURM_JOB_ID")
     run.record("serve", "started", job_id=job_id)
@@ -87,10 +127,18 @@ def prepare(run: RunDir) -> None:
     if job_id:
         # Also for a run that was sent by hand.
         Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
-    slots = {"port": str(free_port())}
+    facts = node_facts(plan, root)
+    for remark in (facts.binding.impossible, *facts.remarks):
+        if remark:
+            run.record("serve", "note", reason=remark)
     write_whole(run.key, secrets.token_urlsafe(32))
-    write_whole(run.slots, "".join(f"{name}={value}\n" for name, value in slots.items()))
-    write_whole(run.node, msgspec.json.format(msgspec.json.encode(node_facts(slots)), indent=2))
+    write_whole(run.slots, "".join(f"{name}={_assigned(value)}\n" for name, value in facts.slots.items()))
+    write_whole(run.node, msgspec.json.format(msgspec.json.encode(facts), indent=2))
+
+
+def _assigned(value: Filled) -> str:
+    """``value`` as bash takes it in an assignment: a word, or an array of words."""
+    return shlex.quote(value) if isinstance(value, str) else f"({shlex.join(value)})"
 
 
 def main() -> None:

@@ -21,9 +21,14 @@ class _Ready(str):
 
 
 def quoted(value: object) -> _Ready:
-    """``value`` as one word of a shell, whatever it holds; a slot becomes a quoted shell variable that must be set."""
+    """``value`` as one word of a shell, whatever it holds; a slot becomes a quoted shell variable that must be set.
+
+    A slot of many words becomes a quoted array, each of whose elements stays one word.
+    """
     if isinstance(value, _Ready):
         return value
+    if isinstance(value, Slot) and value.many:
+        return _Ready(f'"${{{value.slot}[@]}}"')
     if isinstance(value, Slot):
         return _Ready((shlex.quote(value.before) if value.before else "") + f'"${{{value.slot}:?}}"')
     return _Ready(shlex.quote(str(value)))
@@ -42,7 +47,7 @@ def _command(words: Sequence[Word]) -> _Ready:
     """``words`` as a command: each flag on a line of its own, with its values."""
     lines: list[list[str]] = [[]]
     for word in words:
-        if isinstance(word, str) and word.startswith("--"):
+        if word.many if isinstance(word, Slot) else word.startswith("--"):
             lines.append([])
         lines[-1].append(quoted(word))
     return _Ready(" \\\n    ".join(" ".join(line) for line in lines if line))

@@ -38,7 +38,7 @@ FILES = {
     "submitit/": "submitit's own: the pickled sweep, its log and result",
     "events/": "what happened, one file a writer: submit, serve, sweep, inside, cancel",
     "claims/": "who measures: numbered claims (the highest holds) and their heartbeats",
-    "node.json": "where the engine runs: node, GPUs, limits, and the slots filled there",
+    "node.json": "where the engine runs: node, GPUs, NUMA map, limits, what is bound where, and the slots filled there",
     "slots.sh": "the slots, for the script",
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",

@@ -99,7 +99,10 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
                    f"{each.isl}/{each.osl}, {each.limits.window_s} s each at least")
         for name, value in each.environment.items():
             click.echo(f"  {name}={value}")
-        click.echo(f"  {shlex.join([*each.container_argv, *plans.filled(each.engine_argv, port='PORT')])}")
+        unknown = {name: [name.upper()] for name in each.lists}
+        command = plans.filled((*each.launcher_argv, *each.container_argv, *each.engine_argv), port="PORT",
+                               lists=unknown)
+        click.echo(f"  {shlex.join(command)}")
 
 
 @click.command()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 @options.assignments
 @options.time_limit
 @options.placement
+@click.option("--no-numa-bind", is_flag=True, help="Do not bind the engine to the cores and memory beside its GPUs, "
+              "to measure what binding gains: as --set engine.args.numa-bind=false.")
 @click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
               "that are valid already. Instead of RECIPE.")
 @click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
               "serve jobs' scripts (or, with --json, the plans).")
 @options.as_json
 def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
-           placement: str | None, resume: str | None, max_node_hours: float | None, wait: bool, dry_run: bool,
-           as_json: bool) -> None:
+           placement: str | None, no_numa_bind: bool, resume: str | None, max_node_hours: float | None, wait: bool,
+           dry_run: bool, as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
@@ -46,6 +48,8 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     from isambard_serve import status as statuses
 
     site = options.choose_site(site_name, placement=placement)
+    if no_numa_bind:
+        assignments = (*assignments, "engine.args.numa-bind=false")
     plans, recipes = _planned(names, site, assignments, time_limit, resume)
     _check_cost(plans, max_node_hours)
     if dry_run:

@@ -267,6 +267,15 @@ def test_a_dry_run_prints_the_script_and_sends_and_writes_nothing(cluster: Clust
     assert not cluster.runs_dir.exists()
 
 
+def test_binding_can_be_left_out_to_measure_its_gain(cluster: Cluster, user_file: Write) -> None:
+    user_file("jobs/bound.yaml", SMALL.replace("0.33.0", "0.33.0, args: {numa-bind: true}"))
+    bound = cluster("submit", "bound", "--dry-run").stdout
+    assert ('"${membind[@]}"' in bound, '"${numa_bind[@]}"' in bound) == (True, True)
+    unbound = cluster("submit", "bound", "--dry-run", "--no-numa-bind").stdout
+    assert ("--no-numa-bind" in unbound, "membind" in unbound) == (True, False)
+    assert "MEMBIND /opt/engine/bin/vllm serve" in cluster("plan", "bound").stdout
+
+
 @pytest.fixture
 def goes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Row], None]:
     """What happens to a run while somebody waits for it."""

@@ -175,6 +175,31 @@ def test_the_engine_listens_on_loopback_at_a_port_that_the_node_finds() -> None:
         "--max-num-seqs", "4", "--more", "x y"]
 
 
+def test_a_recipe_that_asks_for_binding_leaves_it_to_the_node() -> None:
+    plan = made("dp4", isambard())
+    assert plan.numa_bind
+    assert plan.launcher_argv == (Slot(slot="membind", many=True),)
+    assert plan.engine_argv[-1] == Slot(slot="numa_bind", many=True)
+    assert plan.lists == ("membind", "numa_bind")
+    filled = plans.filled((*plan.launcher_argv, *plan.engine_argv), port="1",
+                          lists={"membind": ["numactl", "--membind=0"], "numa_bind": []})
+    assert filled[:3] == ["numactl", "--membind=0", "vllm"]
+    assert not [word for word in filled if "numa-bind" in word]
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    ({}, ()),
+    ({"numa-bind": False}, ("--no-numa-bind",)),
+    ({"numa-bind": True, "numa-bind-nodes": [0, 1]}, ("--numa-bind", "--numa-bind-nodes", "0", "1")),
+    ({"numa-bind": True, "numa-bind-cpus": ["0-7"]}, ("--numa-bind", "--numa-bind-cpus", "0-7")),
+])
+def test_a_recipe_that_does_not_ask_for_binding_or_says_itself_where_gets_what_it_says(
+        args: dict[str, object], words: tuple[str, ...]) -> None:
+    plan = small_plan(RUNS, {"engine": {"args": args}})
+    assert not plan.numa_bind
+    assert (plan.launcher_argv, plan.lists, plan.engine_argv[7:]) == ((), (), words)
+
+
 def test_the_recipes_variables_win_over_the_sites() -> None:
     site = pretend_site(set={"A": "site", "B": "site", "NO_COLOR": "0"})
     plan = small_plan(RUNS, {"engine": {"env": {"B": "recipe"}}}, site)

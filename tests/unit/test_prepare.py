@@ -13,11 +13,12 @@ from isambard_serve import prepare
 from isambard_serve.errors import HostError, ServeError
 from isambard_serve.prepare import NodeFacts
 from isambard_serve.run import RunDir, Runs
+from tests.unit import machines
 from tests.unit.helpers import Stubs, said, small_plan, written_run
 
 GPUS = """\
-0, NVIDIA GH200 120GB, GPU-aa, 00000009:01:00.0, 565.57.01, 97871 MiB, 660.00 W, 1980 MHz, Default
-1, NVIDIA GH200 120GB, GPU-bb, 00000019:01:00.0, 565.57.01, 97871 MiB, [N/A], 1980 MHz, Exclusive_Process
+0, NVIDIA GH200 120GB, GPU-aa, 00000009:01:00.0, 565.57.01, 97871 MiB, 660.00 W, 1980 MHz, Default, Disabled
+1, NVIDIA GH200 120GB, GPU-bb, 00000019:01:00.0, 565.57.01, 97871 MiB, [N/A], 1980 MHz, Exclusive_Process, Disabled
 """
 
 
@@ -33,15 +34,66 @@ def test_a_free_port_can_be_listened_on() -> None:
 
 def test_the_slots_are_filled_and_the_key_is_the_owners_alone(run: RunDir) -> None:
     prepare.prepare(run)
-    name, _, port = run.slots.read_text().strip().partition("=")
+    name, _, port = run.slots.read_text().splitlines()[0].partition("=")
     assert (name, 0 < int(port) < 65536) == ("port", True)
     assert len(run.key.read_text()) >= 32
     assert stat.S_IMODE(run.key.stat().st_mode) == 0o600
     facts = msgspec.json.decode(run.node.read_bytes(), type=NodeFacts)
-    assert facts.slots == {"port": port}
+    assert facts.slots == {"port": port, "membind": [], "numa_bind": []}
     assert facts.open_files > 0
-    assert facts.cpus_allowed
+    assert facts.topology.cpus_allowed
     assert run.key.read_text() not in run.node.read_text() + run.slots.read_text()
+
+
+@pytest.fixture
+def bound(tmp_path: Path, stubs: Stubs) -> tuple[RunDir, Path]:
+    """A run that asks to be bound, and a quad GH200 that its job sees the first two GPUs of."""
+    stubs.add("nvidia-smi", f"cat <<'EOF'\n{GPUS}EOF")
+    stubs.add("numactl", 'if [ "$1" = --hardware ]; then echo "available: 36 nodes (0-35)"; else shift; exec "$@"; fi')
+    machines.quad_gh200(tmp_path / "node")
+    return written_run(small_plan(tmp_path / "runs", {"engine": {"args": {"numa-bind": True}}})), tmp_path / "node"
+
+
+def test_what_to_bind_where_is_worked_out_and_left_for_the_script_and_the_record(bound: tuple[RunDir, Path]) -> None:
+    run, root = bound
+    prepare.prepare(run, root)
+    assert run.slots.read_text().splitlines()[1:] == [
+        "membind=(numactl --membind=0-3)",
+        "numa_bind=(--numa-bind --numa-bind-nodes 0 1 --numa-bind-cpus 0-63 72-135)"]
+    facts = msgspec.json.decode(run.node.read_bytes(), type=NodeFacts)
+    assert facts.binding.gpu_nodes == (0, 1)
+    assert facts.slots["membind"] == ["numactl", "--membind=0-3"]
+    assert facts.numactl == "available: 36 nodes (0-35)\n"
+    assert [gpu.pci for gpu in facts.topology.gpus] == ["0009:01:00.0", "0019:01:00.0"]
+    (note,) = [event for event in run.read_events() if event.event == "note"]
+    assert "pages are 64 KiB" in str(note.reason)
+
+
+def test_a_node_whose_memory_cannot_be_bound_binds_the_ranks_alone_and_says_so(
+        bound: tuple[RunDir, Path], stubs: Stubs) -> None:
+    run, root = bound
+    stubs.add("numactl", "echo 'set_mempolicy: Operation not permitted' >&2; exit 1")
+    prepare.prepare(run, root)
+    facts = msgspec.json.decode(run.node.read_bytes(), type=NodeFacts)
+    assert (facts.slots["membind"], facts.slots["numa_bind"][0]) == ([], "--numa-bind")
+    assert any("--membind=0-3 does not work here" in str(event.reason) for event in run.read_events())
+    assert facts.numactl is None
+
+
+def test_a_job_that_was_given_the_wrong_cores_says_so_and_runs_unbound(tmp_path: Path, stubs: Stubs) -> None:
+    stubs.add("nvidia-smi", f"cat <<'EOF'\n{GPUS}EOF")
+    machines.quad_gh200(tmp_path, cpus="144-287")
+    run = written_run(small_plan(tmp_path / "runs", {"engine": {"args": {"numa-bind": True}}}))
+    prepare.prepare(run, tmp_path)
+    assert run.slots.read_text().splitlines()[1:] == ["membind=()", "numa_bind=()"]
+    assert "no core beside GPU 0009:01:00.0" in str(run.read_events()[1].reason)
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"simulated": True}, "simulated"), ({"numa_bind": False}, "does not ask for it"), ({}, "no GPU is visible")])
+def test_where_binding_does_not_apply_the_record_says_why(tmp_path: Path, changes: dict[str, bool], why: str) -> None:
+    plan = msgspec.structs.replace(small_plan(tmp_path / "runs"), **{"numa_bind": True, **changes})
+    assert why in str(prepare.node_facts(plan).binding.not_applicable)
 
 
 def test_two_runs_never_share_a_key(tmp_path: Path) -> None:
@@ -74,7 +126,8 @@ def test_each_gpu_is_described_in_nvidia_smis_own_words(stubs: Stubs) -> None:
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-aa", "GPU-bb"]
     assert gpus[1] == {"index": "1", "name": "NVIDIA GH200 120GB", "uuid": "GPU-bb", "pci.bus_id": "00000019:01:00.0",
                        "driver_version": "565.57.01", "memory.total": "97871 MiB", "power.limit": "[N/A]",
-                       "clocks.max.sm": "1980 MHz", "compute_mode": "Exclusive_Process"}
+                       "clocks.max.sm": "1980 MHz", "compute_mode": "Exclusive_Process",
+                       "mig.mode.current": "Disabled"}
 
 
 def test_a_node_without_nvidia_smi_or_with_a_broken_one_has_no_gpus_to_tell_of(stubs: Stubs) -> None:

@@ -26,12 +26,17 @@ RECIPES = sorted(path.stem for path in shipped.folder("jobs").glob("*.yaml"))
 PLACES = {
     "isambard-ai": ("serve.sbatch", "sweep.sbatch", "send.sh"),
     "isambard-ai.inside": ("serve.sbatch", "send.sh"),
+    "isambard-ai.half": ("serve.sbatch", "sweep.sbatch", "send.sh"),
     "pretend": ("serve.sbatch", "sweep.sbatch", "send.sh"),
     "sandbox": ("serve.sbatch",),
 }
 """Site, and the placement where it is not the site's own → the scripts that there are."""
 
-PAIRS = [(name, place) for name in RECIPES for place in PLACES if name != "tiny" or "isambard-ai" not in place]
+HALF = ("dp4", "isambard-ai.half")
+"""Two of a node's four GPUs."""
+
+PAIRS = [(name, place) for name in RECIPES for place in PLACES if place != HALF[1] or name == HALF[0]
+         if name != "tiny" or "isambard-ai" not in place]
 SCRIPTS = [(name, place, script) for name, place in PAIRS for script in PLACES[place]]
 
 
@@ -42,7 +47,7 @@ def golden_plan(name: str, place: str) -> Plan:
     site, _ = sites.resolved(site, {"HOME": "/home/user"}, from_afar=True)
     if placement == "inside":
         site = msgspec.structs.replace(site, placement="inside")
-    recipe = loaded(name)
+    recipe = loaded(name, *(("resources.gpus=2", "engine.args.data-parallel-size=2") if place == HALF[1] else ()))
     if recipe.model.startswith("/"):
         recipe = msgspec.structs.replace(recipe, model=f"/shared/models/{Path(recipe.model).name}")
     plan = plans.make(recipe, site, run_id=f"20261129-181258-{name}-3f2a", runs_dir="/shared/runs",
@@ -106,12 +111,18 @@ def test_a_value_is_one_word_whatever_it_holds(value: str) -> None:
 
 def test_a_slot_is_a_quoted_variable_and_what_stands_before_it_is_quoted_too() -> None:
     assert render.quoted(Slot(slot="port")) == '"${port:?}"'
+    assert render.quoted(Slot(slot="numa_bind", many=True)) == '"${numa_bind[@]}"'
     assert render.quoted(Slot(slot="port", before="a b$(x):")) == "'a b$(x):'\"${port:?}\""
 
 
-PYTHON = """\
+SLOTS = {"port": "port=4711", "membind": "membind=(numactl '--membind=0 1')", "numa_bind": "numa_bind=()"}
+
+
+def python(**changes: str) -> str:
+    """A stand-in that fills the slots as :data:`SLOTS` says, and records what the watcher is given."""
+    return f"""\
 if [ "$2" = isambard_serve.prepare ]; then
-  printf 'port=4711\\n' > "$3/slots.sh"
+  printf '%s\\n' {shlex.join((SLOTS | changes).values())} > "$3/slots.sh"
   printf 'secret' > "$3/api.key"
 else
   printf '%s\\0' "$@" > "$RECORD/argv"
@@ -120,17 +131,17 @@ fi
 """
 
 
-def hostile_plan(value: str, runs: Path, python: Path) -> Plan:
+def hostile_plan(value: str, runs: Path, interpreter: Path) -> Plan:
     """A plan with ``value`` wherever a recipe, a site or a person may write."""
     inner = Container(runtime="apptainer", command=("vllm", value), images_dir=f"/images{value}",
                       args=("--nv", value), binds=(value,))
     site = pretend_site(container=inner, set={"FROM_SITE": value}, unset=("DROPPED",), name=f"site {value}")
     over = {"model": value or "x", "image": f"image{value}", "description": value,
-            "engine": {"args": {"chat-template": value, "compilation-config": {value: [value]},
+            "engine": {"args": {"numa-bind": True, "chat-template": value, "compilation-config": {value: [value]},
                                 "middleware": [value, value]},
                        "env": {"FROM_RECIPE": value}, "extra_args": ["--more", value]},
             "bench": {"args": {"label": value}}}
-    return msgspec.structs.replace(small_plan(runs, over, site), python=str(python), recipe=value,
+    return msgspec.structs.replace(small_plan(runs, over, site), python=str(interpreter), recipe=value,
                                    package_version=value)
 
 
@@ -138,15 +149,16 @@ def hostile_plan(value: str, runs: Path, python: Path) -> Plan:
 def test_a_hostile_value_reaches_the_engine_as_it_is_and_runs_nothing(
         value: str, tmp_path: Path, stubs: Stubs) -> None:
     runs = tmp_path / "it's $(touch x) `touch x` \"runs\""
-    plan = hostile_plan(value, runs, stubs.add("it's $(touch x) python", PYTHON))
+    plan = hostile_plan(value, runs, stubs.add("it's $(touch x) python", python()))
     here = Path(plan.run_dir)
     here.mkdir(parents=True)
     before = set(tmp_path.rglob("*"))
     environ = {"PATH": os.environ["PATH"], "RECORD": str(tmp_path), "DROPPED": "x"}
     subprocess.run(["bash"], input=render.script("serve.sbatch", plan), text=True, cwd=here, env=environ, check=True)
     argv = (tmp_path / "argv").read_text().split("\0")[:-1]
-    assert argv == ["-m", "isambard_serve.watch", plan.run_dir, "--", *plan.container_argv,
-                    *plans.filled(plan.engine_argv, port="4711")]
+    bound = {"membind": ["numactl", "--membind=0 1"], "numa_bind": []}
+    assert argv == ["-m", "isambard_serve.watch", plan.run_dir, "--", "numactl", "--membind=0 1", *plan.container_argv,
+                    *plans.filled(plan.engine_argv, port="4711", lists=bound)]
     given = dict(entry.split("=", 1) for entry in (tmp_path / "environ").read_text().split("\0")[:-1])
     assert (given["FROM_SITE"], given["FROM_RECIPE"], given["VLLM_API_KEY"]) == (value, value, "secret")
     assert "DROPPED" not in given
@@ -154,17 +166,17 @@ def test_a_hostile_value_reaches_the_engine_as_it_is_and_runs_nothing(
     assert created == {"argv", "environ", "slots.sh", "api.key"}
 
 
-@pytest.mark.parametrize("slots", ["", "port="])
+@pytest.mark.parametrize(("slot", "filled"), [("port", ""), ("port", "port="), ("membind", ""), ("numa_bind", "")])
 def test_a_slot_that_was_not_filled_ends_the_script_before_the_engine_starts(
-        slots: str, tmp_path: Path, stubs: Stubs) -> None:
-    python = stubs.add("python", PYTHON.replace("port=4711", slots))
-    plan = small_plan(tmp_path / "runs", python=str(python))
+        slot: str, filled: str, tmp_path: Path, stubs: Stubs) -> None:
+    stub = stubs.add("python", python(**{slot: filled}))
+    plan = small_plan(tmp_path / "runs", {"engine": {"args": {"numa-bind": True}}}, python=str(stub))
     Path(plan.run_dir).mkdir(parents=True)
     environ = {"PATH": os.environ["PATH"], "RECORD": str(tmp_path)}
     done = subprocess.run(["bash"], input=render.script("serve.sbatch", plan), text=True, env=environ, check=False,
                           capture_output=True)
     assert done.returncode != 0
-    assert "port" in done.stderr
+    assert slot in done.stderr
     assert not (tmp_path / "argv").exists()
 
 
