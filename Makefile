@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv demo lint test unit sandbox engine cluster rows soak benchmarks docs pins clean
+.PHONY: help venv demo lint test unit sandbox engine cluster rows soak benchmarks device-libs docs pins clean
 
 help:
-	@echo "make venv | demo | lint | test (unit, sandbox, engine, cluster) | rows | soak | benchmarks | docs | pins | clean"
+	@echo "make venv | demo | lint | test (unit, sandbox, engine, cluster) | rows | soak | benchmarks | device-libs | docs | pins | clean"
 
 venv: $(VENV)/.complete
 
@@ -58,6 +58,10 @@ soak: venv
 benchmarks: venv
 	$(BIN)/python benchmarks/startup.py
 
+# What a bare GPU machine lacks, for tests/gpu/README.md.
+device-libs: venv
+	$(BIN)/python -m tests.gpu.libraries
+
 docs: venv
 	$(BIN)/python docs/reference.py
 
@@ -69,4 +73,4 @@ pins:
 	  --quiet --no-emit-index-url --no-header --no-annotate -o requirements/dev.txt
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) device-libs device-libs-humming-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,1 +1,1 @@
-"""What runs on a real GPU, by hand: its results are kept beside the tests that use them."""
+"""What runs on a real GPU, by hand (README.md): its results are kept beside the tests that use them."""

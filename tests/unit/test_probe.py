@@ -1,0 +1,150 @@
+"""The probe without a GPU: its clockwork against a pretended PyTorch, its readings of the machine, its refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isambard_serve import hostmemory, kernelcheck, probe
+from isambard_serve.ceilings import Gpu
+from isambard_serve.errors import HostError
+from isambard_serve.probe import Load, Probe, sustain
+
+
+@dataclass
+class Chip:
+    """A pretended GPU: it needs ``unit_s`` for each unit of work, and twice that once it is hot."""
+
+    unit_s: float = 0.01
+    hot_after_s: float = float("inf")
+    now: float = 0.0
+
+    def work(self) -> None:
+        """One unit, at once."""
+        self.now += self.unit_s * (2 if self.now > self.hot_after_s else 1)
+
+
+@dataclass
+class Torch:
+    """As much of PyTorch as the clockwork uses."""
+
+    chip: Chip
+    cuda: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        chip = self.chip
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = chip.now
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1000 * (other.at - self.at)
+
+        class Device:
+            def __init__(self, index: int) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *error: object) -> None:
+                pass
+
+        self.cuda = SimpleNamespace(Event=Event, device=Device, synchronize=lambda: None, empty_cache=lambda: None)
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
+    """A pretended GPU whose time is everybody's."""
+    made = Chip()
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
+    return made
+
+
+def test_a_rate_is_units_over_the_chips_own_time_in_chunks_that_cost_no_time_to_launch(chip: Chip) -> None:
+    (course,) = sustain(Torch(chip), [Load(0, chip.work, units=5.0)], seconds=1.0)
+    assert course.sustained == pytest.approx(500.0)
+    assert course.count * chip.unit_s == pytest.approx(0.05)
+    assert len(course.seen) == len(course.events) == 21
+
+
+def test_a_chip_that_slows_down_has_a_burst_and_a_lower_rate_that_it_keeps(chip: Chip) -> None:
+    chip.hot_after_s = 0.5
+    (course,) = sustain(Torch(chip), [Load(0, chip.work, units=5.0)], seconds=2.0)
+    assert course.burst == pytest.approx(500.0)
+    assert course.sustained == pytest.approx(250.0)
+
+
+def test_what_fails_is_noted_and_what_is_left_is_measured() -> None:
+    gpu = Gpu(index=0, name="chip", uuid="GPU-0", pci="", memory_bytes=1, numa_node=None, local_cpus=None,
+              power_limit_w=None)
+    measured = Probe(Torch(Chip()), [gpu], None, seconds=0.0)       # this PyTorch has no tensors at all
+    assert measured.matmuls("bf16") == []
+    assert measured.copies() == []
+    assert measured.peers() == []
+    assert [each.what for each in measured.unknown] == ["bf16 matrix products", "copies within a GPU's memory"]
+
+
+def test_a_machine_without_a_gpu_is_refused_with_the_host_errors_exit_code(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for main in (probe.main, kernelcheck.main):
+        assert main(["--out", str(tmp_path / "out.json")]) == HostError.exit_code == 3
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "error: there is no PyTorch here" in captured.err
+        assert "→" in captured.err
+    without = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", without)
+    assert probe.main([]) == 3
+    assert "there is no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_the_nodes_with_cpus_are_found_and_those_of_bare_memory_left_out(tmp_path: Path) -> None:
+    for node, cpus in (("node0", "0-71"), ("node10", "72-143"), ("node2", "")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(f"{cpus}\n")
+    assert hostmemory.numa_nodes(tmp_path) == {"0": "0-71", "10": "72-143"}
+    assert hostmemory.cpus_of("0-2,5") == {0, 1, 2, 5}
+
+
+@pytest.mark.parametrize(("node", "known"), [("1", 1), ("-1", None)])
+def test_a_gpus_node_is_read_and_minus_one_is_unknown(tmp_path: Path, node: str, known: int | None) -> None:
+    device = tmp_path / "0000:01:00.0"
+    device.mkdir()
+    (device / "numa_node").write_text(f"{node}\n")
+    (device / "local_cpulist").write_text("8-15\n")
+    assert hostmemory.near("0000:01:00.0", tmp_path) == (known, "8-15")
+    assert hostmemory.near("0000:02:00.0", tmp_path) == (None, None)
+    assert hostmemory.near("", tmp_path) == (None, None)
+
+
+def test_a_thread_is_bound_to_a_node_and_set_free_again() -> None:
+    before = os.sched_getaffinity(0)
+    nodes = hostmemory.numa_nodes()
+    if not nodes:
+        pytest.skip("this kernel shows no NUMA nodes")
+    node, cpus = next(iter(nodes.items()))
+    with contextlib.suppress(OSError), hostmemory.bound_to(int(node), hostmemory.cpus_of(cpus)):
+        assert os.sched_getaffinity(0) <= hostmemory.cpus_of(cpus)  # unless a container forbids it
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_node_whose_cpus_are_not_allowed_here_cannot_be_bound_to() -> None:
+    with pytest.raises(OSError, match="none of its CPUs"), hostmemory.bound_to(0, {100_000}):
+        pass
