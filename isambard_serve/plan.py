@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from isambard_serve import __version__, flags
+from isambard_serve import __version__, flags, inengine
 from isambard_serve.errors import UsageError
 from isambard_serve.recipe import Recipe, seconds
 from isambard_serve.records import Record
@@ -89,6 +89,7 @@ class Plan(Record, frozen=True):
     """Everything about a run that is known before it is submitted.
 
     ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
+    ``inside_argv`` stands before the engine alone, in its container: what makes it load the plugin and say its facts.
     """
 
     run_id: str
@@ -120,6 +121,7 @@ class Plan(Record, frozen=True):
     numa_bind: bool
     launcher_argv: tuple[Word, ...]
     container_argv: tuple[str, ...]
+    inside_argv: tuple[str, ...]
     engine_argv: tuple[Word, ...]
     bench_argv: tuple[Word, ...]
     step_argv: tuple[Word, ...]
@@ -228,7 +230,9 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         numa_bind=numa_bind,
         launcher_argv=(Slot(slot="membind", many=True),) if numa_bind else (),
         container_argv=container_argv,
+        inside_argv=("env", *_inside(run_dir, environment)),
         engine_argv=(*command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
+                     "--middleware", inengine.GUARD,
                      *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
                      *recipe.engine.extra_args, *simulation),
         bench_argv=(*command, "bench", "serve", "--backend", "openai",
@@ -245,6 +249,13 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         needs=(*needs, *(() if simulated else _weights(recipe, environment, container_argv))),
         poll_interval_s=site.poll_interval_s,
     )
+
+
+def _inside(run_dir: str, environment: dict[str, str]) -> list[str]:
+    """The variables for what runs inside the engine, as words for ``env``: nobody else shall have them."""
+    given = inengine.variables(f"{run_dir}/inengine", f"{run_dir}/engine/facts", sorted(environment),
+                               environment.get("PYTHONPATH"))
+    return [f"{name}={value}" for name, value in given.items()]
 
 
 def _points(recipe: Recipe) -> tuple[Point, ...]:

@@ -69,6 +69,47 @@ class Sample(Record, frozen=True):
     prefix_cache_hits_total: float | None = None
 
 
+class Device(Record, frozen=True):
+    """A GPU: its PCI address as ``00000000:0A:00.0``, and its UUID as nvidia-smi writes it."""
+
+    name: str
+    uuid: str
+    pci_bus_id: str
+
+
+class EngineFacts(Record, frozen=True):
+    """What one engine process says of itself (``engine/facts/<pid>.json``); None where it cannot be seen from there.
+
+    A process may be EngineCore and worker in one. ``pid`` and ``ppid`` are those of its own pid namespace;
+    ``ns_pids`` are its pids from the outermost namespace that it sees to its own. ``cpus_allowed`` and
+    ``mems_allowed`` are the kernel's lists, such as ``0-71,144-215``. ``rank`` counts within the DP replica.
+    ``environment`` has no secrets. The kernels (``moe_backend``, ``attention_backend``, ``kv_cache_dtype``,
+    ``input_quant``: what the experts' input is quantised to) are those of all layers of a worker's model, without
+    repetition; an empty list says that the model has no such layer.
+    """
+
+    schema: str
+    time: float
+    pid: int
+    ppid: int
+    ns_pids: tuple[int, ...]
+    roles: tuple[Literal["api_server", "engine_core", "worker"], ...]
+    engine_version: str | None
+    data_parallel_rank: int | None
+    tensor_parallel_rank: int | None
+    rank: int | None
+    local_rank: int | None
+    cpus_allowed: str | None
+    mems_allowed: str | None
+    device: Device | None
+    environment: dict[str, str]
+    moe_backend: tuple[str, ...] | None
+    attention_backend: tuple[str, ...] | None
+    kv_cache_dtype: tuple[str, ...] | None
+    input_quant: tuple[str, ...] | None
+    errors: tuple[str, ...]
+
+
 class Row(Record, frozen=True):
     """One measured point. ``None`` where the benchmark gave no number.
 

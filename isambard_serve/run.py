@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from isambard_serve.errors import ServeError, UsageError
-from isambard_serve.records import Event, Jobs, Row, Writer
+from isambard_serve.records import EngineFacts, Event, Jobs, Row, Writer
 
 T = TypeVar("T")
 
@@ -43,7 +43,8 @@ FILES = {
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",
     "samples.jsonl": "the engine's metrics, once a second; of a simulated engine ten times",
-    "engine/": "the engine's log",
+    "engine/": "the engine's log, and facts/: what each of its processes says of itself, from inside",
+    "inengine/": "what runs inside the engine: the plugin that writes the facts, and the guard of its routes",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
     "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log",
 }
@@ -162,6 +163,8 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.engine = path / "engine"
         self.engine_log = self.engine / "engine.log"
+        self.facts = self.engine / "facts"
+        self.inengine = path / "inengine"
         self.points = path / "points"
         self.claims = path / "claims"
         self.used = path / "used.json"
@@ -232,6 +235,14 @@ class RunDir:
             with contextlib.suppress(ServeError):  # one damaged row hides no other; points_done counts it
                 rows.append(read_record(path, Row))
         return sorted(rows, key=lambda row: (row.concurrency, row.repeat))
+
+    def read_facts(self) -> list[EngineFacts]:
+        """What the engine's processes have said of themselves so far, by rank; a damaged file hides no other."""
+        facts = []
+        for path in sorted(self.facts.glob("*.json")):
+            with contextlib.suppress(ServeError, FileNotFoundError):
+                facts.append(read_record(path, EngineFacts))
+        return sorted(facts, key=lambda each: (each.data_parallel_rank or 0, each.rank or 0, each.pid))
 
 
 class Runs:

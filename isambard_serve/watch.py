@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import process, slurm
+from isambard_serve import inengine, process, slurm
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
 from isambard_serve.errors import HostError
@@ -258,6 +258,7 @@ def serve(run: RunDir, argv: list[str]) -> int:
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
+        inengine.install(run.inengine)
         child = process.start(argv, env=os.environ, log=run.engine_log, bound=True)
     except OSError as error:
         run.record("serve", "failed", reason=f"the engine could not be started: {error}", job_id=job_id)

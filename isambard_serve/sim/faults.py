@@ -27,6 +27,9 @@ class Faults:
     slow_client: float = 1.0
     compile_in_window: float = 0.0
     preempt: int = 0
+    odd_rank: int | None = None
+    lost_variable: str = ""
+    no_facts: bool = False
 
 
 def _share(text: str) -> float:
@@ -83,6 +86,9 @@ KNOWN = {
     "warm-prefix-cache": Known("SHARE", "0.5", "finds this share of every prompt in the prefix cache", _share),
     "wrong-moe-backend": Known("NAME", "", "runs this MoE backend (marlin instead of humming, else humming) "
                                "whatever --moe-backend says", str),
+    "odd-rank": Known("RANK", "1", "has this rank alone run another MoE backend, which no log line tells", _count),
+    "lost-variable": Known("NAME", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "keeps this variable from the workers", str),
+    "no-facts": Known("", "", "writes no facts, as without the plugin", lambda _: True),
     "slow-client": Known("SHARE", "0.5", "the client reaches this share of the concurrency", _share),
     "compile-in-window": Known("SECONDS", "5", "compiles a kernel in the middle of each point, for so many virtual "
                                "seconds", _seconds),
@@ -117,5 +123,7 @@ def parse(texts: Sequence[str]) -> Faults:
 def help_text() -> str:
     """All faults, one a line."""
     def spelt(name: str, known: Known) -> str:
+        if not known.value:
+            return name
         return f"{name}={known.value}" if known.default is None else f"{name}[={known.value}]"
     return "".join(f"  {spelt(name, known):<30} {known.does}\n" for name, known in KNOWN.items())

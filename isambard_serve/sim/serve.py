@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
+from isambard_serve.sim import facts
 from isambard_serve.sim import settings as parsing
 from isambard_serve.sim.log import Log
 from isambard_serve.sim.server import SimServer
@@ -45,6 +46,7 @@ def serve(words: Sequence[str], environment: Mapping[str, str]) -> int:
     except OSError as error:
         log.died(f"{settings.host}:{settings.port}: {error}")
         return 1
+    facts.write(settings)
     log.listening(server.url)
     server.start()
     signal.sigwait(_ENDS)

@@ -92,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         try:
             key = self.server.settings.api_key
-            if key and path.startswith(GUARDED) and self.headers.get("Authorization") != f"Bearer {key}":
+            guarded = path != "/health" if self.server.settings.guarded else path.startswith(GUARDED)
+            if key and guarded and self.headers.get("Authorization") != f"Bearer {key}":
                 self._json({"error": "Unauthorized"}, 401)
                 return
             if path not in routes:

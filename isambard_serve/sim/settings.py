@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from isambard_serve import roofline
+from isambard_serve import inengine, roofline
 from isambard_serve.errors import UsageError
 from isambard_serve.sim import faults
 from isambard_serve.sim.arguments import Arguments
@@ -29,6 +29,8 @@ class Settings:
         humming_gemm: how Humming's kernels are told to see the experts' work.
         log_throughput: whether the log has throughput lines: vLLM writes them with one API server only.
         given: the flags as they were given, for the log.
+        guarded: whether the key is demanded everywhere but at ``/health``: a middleware says so.
+        environment: the variables that the engine was started with.
     """
 
     model: str
@@ -45,6 +47,8 @@ class Settings:
     log_throughput: bool
     faults: Faults
     given: Mapping[str, str]
+    guarded: bool
+    environment: Mapping[str, str]
 
     @property
     def kv_tokens(self) -> int:
@@ -93,6 +97,8 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
         faults=planted,
         given={flag: " ".join(values) or "True" for flag, values in arguments.flags.items()
                if not flag.startswith("sim-") and flag != "api-key"},
+        guarded=inengine.GUARD in arguments.every("middleware"),
+        environment=environment,
     )
 
 

@@ -19,7 +19,7 @@ from isambard_serve import yamlfile
 from isambard_serve.plan import Plan
 from isambard_serve.process import Completed
 from isambard_serve.recipe import Recipe
-from isambard_serve.records import Endpoint, Event, Jobs, Row, Run, Sample, State, SubmittedJob
+from isambard_serve.records import Endpoint, EngineFacts, Event, Jobs, Row, Run, Sample, State, SubmittedJob
 from isambard_serve.run import RunDir, append_line, write_whole
 from isambard_serve.site import Site
 
@@ -137,6 +137,23 @@ def some_run(state: State = "done", **changes: Any) -> Run:
         "directory": "/shared/runs/x", "points_done": 2, "points_planned": 2,
     }
     return Run(**{**values, **changes})
+
+
+def some_facts(**changes: Any) -> EngineFacts:
+    """What a worker says of itself that is the only one, and runs as the recipe small has it."""
+    values: dict[str, Any] = {
+        "schema": "isambard-serve/facts/1", "time": 1.0, "pid": 30, "ppid": 20, "ns_pids": (30,), "roles": ("worker",),
+        "engine_version": "0.33.0", "data_parallel_rank": 0, "tensor_parallel_rank": 0, "rank": 0, "local_rank": 0,
+        "cpus_allowed": "0-71", "mems_allowed": "0", "device": None, "environment": {}, "moe_backend": (),
+        "attention_backend": ("FLASH_ATTN",), "kv_cache_dtype": ("auto",), "input_quant": (), "errors": (),
+    }
+    return EngineFacts(**{**values, **changes})
+
+
+def keep_facts(run: RunDir, facts: EngineFacts) -> None:
+    """Keep ``facts`` as the plugin does."""
+    run.facts.mkdir(exist_ok=True)
+    write_whole(run.facts / f"{facts.pid}.json", msgspec.json.encode(facts))
 
 
 def good_bench(prompts: int, osl: int = 4, **changes: Any) -> dict[str, Any]:

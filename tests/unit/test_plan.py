@@ -172,6 +172,7 @@ def test_the_engine_listens_on_loopback_at_a_port_that_the_node_finds() -> None:
     plan = small_plan(RUNS, {"engine": {"args": {"max-num-seqs": 4}, "extra_args": ["--more", "x y"]}})
     assert plans.filled(plan.engine_argv, port="4711") == [
         "/opt/engine/bin/vllm", "serve", "small-model", "--host", "127.0.0.1", "--port", "4711",
+        "--middleware", "isambard_serve_inengine.guard.Guard",
         "--max-num-seqs", "4", "--more", "x y"]
 
 
@@ -197,7 +198,21 @@ def test_a_recipe_that_does_not_ask_for_binding_or_says_itself_where_gets_what_i
         args: dict[str, object], words: tuple[str, ...]) -> None:
     plan = small_plan(RUNS, {"engine": {"args": args}})
     assert not plan.numa_bind
-    assert (plan.launcher_argv, plan.lists, plan.engine_argv[7:]) == ((), (), words)
+    assert (plan.launcher_argv, plan.lists, plan.engine_argv[9:]) == ((), (), words)
+
+
+def test_what_runs_inside_the_engine_gets_its_variables_in_front_of_it_alone() -> None:
+    plan = small_plan(RUNS)
+    assert plan.inside_argv == (
+        "env", f"PYTHONPATH={RUNS}/{RUN_ID}/inengine", f"ISAMBARD_SERVE_FACTS={RUNS}/{RUN_ID}/engine/facts",
+        "ISAMBARD_SERVE_SHOWN=NO_COLOR PYTHONUNBUFFERED")
+    assert not {"PYTHONPATH", "ISAMBARD_SERVE_FACTS"} & set(plan.environment)
+
+
+def test_a_python_path_of_the_recipe_stays_behind_the_plugin() -> None:
+    plan = small_plan(RUNS, {"engine": {"env": {"PYTHONPATH": "/mine"}}})
+    assert f"PYTHONPATH={RUNS}/{RUN_ID}/inengine:/mine" in plan.inside_argv
+    assert plan.environment["PYTHONPATH"] == "/mine"  # and the load generator has it alone
 
 
 def test_the_recipes_variables_win_over_the_sites() -> None:

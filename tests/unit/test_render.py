@@ -158,7 +158,7 @@ def test_a_hostile_value_reaches_the_engine_as_it_is_and_runs_nothing(
     argv = (tmp_path / "argv").read_text().split("\0")[:-1]
     bound = {"membind": ["numactl", "--membind=0 1"], "numa_bind": []}
     assert argv == ["-m", "isambard_serve.watch", plan.run_dir, "--", "numactl", "--membind=0 1", *plan.container_argv,
-                    *plans.filled(plan.engine_argv, port="4711", lists=bound)]
+                    *plan.inside_argv, *plans.filled(plan.engine_argv, port="4711", lists=bound)]
     given = dict(entry.split("=", 1) for entry in (tmp_path / "environ").read_text().split("\0")[:-1])
     assert (given["FROM_SITE"], given["FROM_RECIPE"], given["VLLM_API_KEY"]) == (value, value, "secret")
     assert "DROPPED" not in given

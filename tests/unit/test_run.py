@@ -17,10 +17,12 @@ from isambard_serve.run import RunDir, Runs
 from tests.unit.helpers import (
     RUN_ID,
     RUNG_IDS,
+    keep_facts,
     keep_row,
     ladder_plans,
     note,
     small_plan,
+    some_facts,
     some_row,
     submitted,
     written_run,
@@ -330,3 +332,14 @@ def test_what_is_written_once_is_never_changed(isolated: Path) -> None:
         runs.write_once(path, "second")
     assert path.read_text() == "first"
     assert [each.name for each in isolated.iterdir()] == ["f"]
+
+
+def test_the_engines_facts_are_read_by_rank_and_damaged_or_half_written_ones_are_not(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    assert run.read_facts() == []
+    ranks = [some_facts(pid=pid, data_parallel_rank=dp, rank=rank) for pid, dp, rank in ((9, 1, 0), (10, 0, 1))]
+    for facts in (*ranks, some_facts(pid=8, rank=None, data_parallel_rank=None, roles=("api_server",))):
+        keep_facts(run, facts)
+    (run.facts / "11.json").write_text("{")
+    (run.facts / "12.json.1.tmp").write_text("")
+    assert [facts.pid for facts in run.read_facts()] == [8, 10, 9]

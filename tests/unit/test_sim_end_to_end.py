@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from isambard_serve import inengine
 from isambard_serve.engine import EngineClient, EngineUnreachableError
 from isambard_serve.plan import Point
 from isambard_serve.sim import settings
@@ -198,6 +199,14 @@ def test_the_key_is_demanded_where_vllm_demands_it(sim: Callable[..., Sim]) -> N
     assert json.loads(served.ask("/v1/models")[1])["data"][0]["max_model_len"] == 2048
     with pytest.raises(EngineUnreachableError, match="401"):
         EngineClient(served.url, "wrong").complete("tiny")
+
+
+def test_the_guard_demands_the_key_everywhere_but_at_health(sim: Callable[..., Sim]) -> None:
+    served = sim("--middleware", inengine.GUARD)
+    assert {path: served.ask(path, key="wrong")[0] for path in ("/health", "/metrics", "/version", "/no/such")} == {
+        "/health": 200, "/metrics": 401, "/version": 401, "/no/such": 401}
+    assert served.ask("/metrics")[0] == 200
+    assert reasons(served.bench()) == []
 
 
 def test_a_wrong_key_fails_every_request_and_not_the_benchmark(sim: Callable[..., Sim]) -> None:

@@ -6,12 +6,15 @@ import io
 import json
 import math
 import statistics
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from isambard_serve import flags, recipe
 from isambard_serve.errors import UsageError
-from isambard_serve.sim import faults, report, settings
+from isambard_serve.records import EngineFacts
+from isambard_serve.sim import facts, faults, report, settings
 from isambard_serve.sim.arguments import Arguments
 from isambard_serve.sim.faults import Faults
 from isambard_serve.sim.load import Outcome, Pace
@@ -55,6 +58,43 @@ def test_every_shipped_recipe_makes_an_engine_that_can_serve_it(name: str) -> No
     assert asked.kv_tokens >= asked.max_model_len >= made.bench.isl + made.bench.osl
     assert asked.limits.ranks * asked.shape.tensor_parallel >= made.resources.gpus
     assert asked.faults == Faults()
+
+
+QUANT = '{"dtype":"float8e4m3","input_scale_group_size":128}'
+HUMMING = ["deepseek-ai/DeepSeek-V4-Flash", "-dp", "2", "-tp", "2", "--moe-backend", "humming"]
+
+
+def written(folder: Path, *words: str) -> list[EngineFacts]:
+    """The facts that the simulated processes write, the API server's first, then by rank."""
+    facts.write(parsed(*words, ISAMBARD_SERVE_FACTS=str(folder), VLLM_HUMMING_INPUT_QUANT_CONFIG=QUANT))
+    every = [msgspec.json.decode(path.read_bytes(), type=EngineFacts) for path in folder.glob("*.json")]
+    return sorted(every, key=lambda each: -1 if each.local_rank is None else each.local_rank)
+
+
+def test_every_simulated_process_writes_facts_as_the_plugin_does(tmp_path: Path) -> None:
+    server, *workers = written(tmp_path, *HUMMING)
+    assert (server.roles, server.moe_backend, server.engine_version) == (("api_server",), None, settings.VERSION)
+    assert [(each.data_parallel_rank, each.tensor_parallel_rank) for each in workers] == [
+        (0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {(each.moe_backend, each.input_quant) for each in workers} == {(("humming",), ("float8e4m3 group 128",))}
+    assert {each.environment["VLLM_HUMMING_INPUT_QUANT_CONFIG"] for each in workers} == {QUANT}
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    _, worker = written(tmp_path, "tiny", "--kv-cache-dtype", "fp8")
+    assert (worker.moe_backend, worker.input_quant, worker.kv_cache_dtype) == ((), (), ("fp8",))
+
+
+def test_one_rank_may_differ_and_a_variable_may_be_lost(tmp_path: Path) -> None:
+    _, *workers = written(tmp_path, *HUMMING, "--sim-fault", "odd-rank=2", "--sim-fault", "lost-variable")
+    assert [each.moe_backend for each in workers] == [("humming",), ("humming",), ("marlin",), ("humming",)]
+    assert {each.input_quant for each in workers} == {("none",)}
+    assert all("VLLM_HUMMING_INPUT_QUANT_CONFIG" not in each.environment for each in workers)
+
+
+def test_no_facts_are_written_where_nobody_asked_or_where_they_shall_be_missing(tmp_path: Path) -> None:
+    facts.write(parsed(*HUMMING))
+    assert written(tmp_path / "facts", *HUMMING, "--sim-fault", "no-facts") == []
 
 
 def test_what_is_not_said_is_as_vllm_has_it() -> None:
