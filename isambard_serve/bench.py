@@ -17,17 +17,32 @@ ATTEMPT_SEEDS = 100_000_000
 """How far the seeds of two attempts at a point are apart: farther than those of any two points."""
 
 
-def argv(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
-    """The command that measures ``point`` and leaves its JSON as ``folder/bench.json``.
+def load(plan: Plan, *, port: str, prompts: int, concurrency: int, seed: int, isl: int | None = None,
+         osl: int | None = None) -> list[str]:
+    """What stands after ``vllm bench serve`` for a load whose result nobody keeps: a warm-up, say.
+
+    Args:
+        isl: input tokens of each prompt, and ``osl``: output tokens; the plan's own unless said otherwise.
+    """
+    lengths = (("--random-input-len", isl), ("--random-output-len", osl))
+    return [
+        *filled(plan.bench_argv, port=port),
+        "--num-prompts", str(prompts),
+        "--max-concurrency", str(concurrency),
+        "--seed", str(seed),
+        *(word for flag, length in lengths if length is not None for word in (flag, str(length))),
+    ]
+
+
+def words(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
+    """What stands after ``vllm bench serve`` to measure ``point`` and leave its JSON as ``folder/bench.json``.
 
     Each ``attempt`` has prompts of its own: those of an earlier one lie warm in the prefix cache.
     """
     return [
-        *plan.container_argv,
-        *filled(plan.bench_argv, port=port),
-        "--num-prompts", str(point.prompts),
-        "--max-concurrency", str(point.concurrency),
-        "--seed", str(point.seed + attempt * ATTEMPT_SEEDS),
+        *load(plan, port=port, prompts=point.prompts, concurrency=point.concurrency,
+              seed=point.seed + attempt * ATTEMPT_SEEDS),
+        "--save-result",
         "--result-dir", str(folder),
         "--result-filename", RESULT,
         "--metadata", f"run_id={plan.run_id}", f"point={point.name}",

@@ -105,6 +105,7 @@ class Plan(Record, frozen=True):
     model: str
     isl: int
     osl: int
+    warmup_osl: int
     gpus: int
     node_gpus: int
     points: tuple[Point, ...]
@@ -123,6 +124,8 @@ class Plan(Record, frozen=True):
     container_argv: tuple[str, ...]
     inside_argv: tuple[str, ...]
     engine_argv: tuple[Word, ...]
+    client_command: tuple[str, ...]
+    bench_command: tuple[str, ...]
     bench_argv: tuple[Word, ...]
     step_argv: tuple[Word, ...]
     needs: tuple[Need, ...]
@@ -203,6 +206,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         model=recipe.model,
         isl=recipe.bench.isl,
         osl=recipe.bench.osl,
+        warmup_osl=recipe.bench.warmup,
         gpus=recipe.resources.gpus,
         node_gpus=site.node.gpus,
         points=_points(recipe),
@@ -235,12 +239,14 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                      "--middleware", inengine.GUARD,
                      *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
                      *recipe.engine.extra_args, *simulation),
-        bench_argv=(*command, "bench", "serve", "--backend", "openai",
-                    "--base-url", Slot(slot="port", before="http://127.0.0.1:"), "--endpoint", "/v1/completions",
-                    "--model", recipe.model, "--dataset-name", "random", "--request-rate", "inf",
+        client_command=_client_command(command, run_dir, python, simulated=simulated),
+        bench_command=(*command, "bench", "serve"),
+        bench_argv=("--backend", "openai", "--base-url", Slot(slot="port", before="http://127.0.0.1:"),
+                    "--endpoint", "/v1/completions", "--model", recipe.model, "--dataset-name", "random",
+                    "--request-rate", "inf",
                     "--random-input-len", str(recipe.bench.isl), "--random-output-len", str(recipe.bench.osl),
                     "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el",
-                    "--metric-percentiles", "50,90,95,99", "--save-result", *flags.argv(recipe.bench.args)),
+                    "--metric-percentiles", "50,90,95,99", *flags.argv(recipe.bench.args)),
         # From one job into another: all that the serve job holds is taken by its own step, hence --overlap.
         step_argv=() if site.scheduler == "local" else (
                    "srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
@@ -256,6 +262,16 @@ def _inside(run_dir: str, environment: dict[str, str]) -> list[str]:
     given = inengine.variables(f"{run_dir}/inengine", f"{run_dir}/engine/facts", sorted(environment),
                                environment.get("PYTHONPATH"))
     return [f"{name}={value}" for name, value in given.items()]
+
+
+def _client_command(command: Sequence[str], run_dir: str, python: str, *, simulated: bool) -> tuple[str, ...]:
+    """What starts the load generator that stays: its program, with the interpreter that the engine is installed for."""
+    program = f"{run_dir}/inclient/bench_client.py"
+    if simulated:
+        return (python, program, "isambard_serve.sim.benchmarks")
+    # An environment has its interpreter beside its commands; in vLLM's images it is the system's.
+    folder, slash, _ = command[0].rpartition("/")
+    return (f"{folder}{slash}python3", program, "vllm.benchmarks.serve")
 
 
 def _points(recipe: Recipe) -> tuple[Point, ...]:

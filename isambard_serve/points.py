@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from isambard_serve import bench, process
+from isambard_serve import bench
 from isambard_serve.claim import Claim, SupersededError
+from isambard_serve.client import Client, Load
 from isambard_serve.engine import EngineClient, EngineUnreachableError
 from isambard_serve.errors import ServeError
 from isambard_serve.plan import Plan, Point
 from isambard_serve.records import Row, Sample, Writer
-from isambard_serve.run import RunDir, read_lines, write_once
+from isambard_serve.run import RunDir, append_line, read_lines, write_once, write_whole
 
 TICK_S = 0.5
-STOP_GRACE_S = 10.0
 ATTEMPTS = 3
 """How often a load generator is started that leaves no result at all."""
 
@@ -30,7 +29,14 @@ DRAIN_S = 60.0
 PROOF_S = 15.0
 """How long to wait for a sign that the engine outlived a point that went wrong."""
 
-Start = Callable[..., "subprocess.Popen[bytes]"]
+CLIENT = "client.json"
+COUNTERS = "counters.jsonl"
+
+WARMUP_LONG = 16
+"""How many prompts of the full length warm up, some for each DP rank of a node."""
+
+WARMUP_ISL = 64
+"""How long the short prompts are: so many of them are prefilled in one step that all decode at once soon."""
 
 
 class EngineGoneError(ServeError):
@@ -50,23 +56,19 @@ class Loop:
 
     Args:
         writer: whose events tell of the points.
-        step: the words before the load generator's own command: what puts it beside the engine.
+        client: sends the loads.
         node: the engine's node, and ``port``: where it listens there.
-        env: the load generator's variables.
-        start: starts a program; tests put a fake here.
     """
 
-    def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, step: Sequence[str], node: str,
-                 port: str, env: Mapping[str, str], start: Start = process.start) -> None:
+    def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, client: Client, node: str,
+                 port: str) -> None:
         self._run = run
         self._plan = plan
         self._claim = claim
         self._writer: Writer = writer
-        self._step = step
+        self._client = client
         self._node = node
         self._port = port
-        self._env = env
-        self._start = start
 
     def measure_all(self) -> None:
         """Measures every point that has no row yet.
@@ -75,10 +77,32 @@ class Loop:
             EngineGoneError: the engine went away; the rows kept so far stay.
             SupersededError: somebody else measures now.
         """
-        for point in self._plan.points:
-            if not (self._run.points / point.name / "row.json").exists():
-                self._claim.check()
-                self.measure(point)
+        left = [point for point in self._plan.points if not (self._run.points / point.name / "row.json").exists()]
+        if left:
+            self.warm_up(max(point.concurrency for point in left))
+        for point in left:
+            self._claim.check()
+            self.measure(point)
+
+    def warm_up(self, concurrency: int) -> None:
+        """Has the engine meet what it will be measured with, so that it compiles nothing in a point.
+
+        Two short loads: some prompts of the full length, and then ``concurrency`` short ones at once, which fill the
+        prefill's chunks and reach the largest batch that decodes. With long prompts alone the first would have ended
+        before the last had begun.
+
+        Raises:
+            EngineGoneError: the engine went away.
+            SupersededError: somebody else measures now.
+        """
+        osl = min(self._plan.warmup_osl, self._plan.osl)
+        for seed, (prompts, isl) in enumerate(((WARMUP_LONG, self._plan.isl), (concurrency, WARMUP_ISL))):
+            if osl:
+                words = bench.load(self._plan, port=self._port, prompts=prompts, concurrency=prompts,
+                                   seed=bench.ATTEMPT_SEEDS * self._claim.number - seed - 1,
+                                   isl=min(isl, self._plan.isl), osl=osl)
+                with self.sent(words, self._run.points / "warmup.log", "the warm-up") as load:
+                    self._wait(load, "the warm-up")
 
     def measure(self, point: Point) -> Row:
         """Measures one point and keeps its row.
@@ -92,10 +116,8 @@ class Loop:
         folder = self._run.points / point.name
         folder.mkdir(mode=0o700, exist_ok=True)
         for attempt in range(ATTEMPTS):
-            began = time.time()
-            returncode = self._generate(point, folder, (self._claim.number - 1) * ATTEMPTS + attempt)
+            returncode, window = self._generate(point, folder, (self._claim.number - 1) * ATTEMPTS + attempt)
             result = bench.result(folder)
-            window = [sample for sample in read_lines(self._run.samples, Sample) if began <= sample.time]
             kept = bench.row(self._plan, point, node=self._node, bench=result, returncode=returncode, window=window)
             if not kept.valid:
                 self._check_engine_outlived(point)
@@ -110,27 +132,60 @@ class Loop:
         self._run.record(self._writer, "point", point=point.name, reason=how)
         return kept
 
-    def _generate(self, point: Point, folder: Path, attempt: int) -> int | None:
-        """Runs the load generator and returns its exit code; None if it took too long and was ended."""
-        (folder / bench.RESULT).unlink(missing_ok=True)  # what a predecessor left of it is not this measurement
-        command = [*self._step, *bench.argv(self._plan, point, port=self._port, folder=folder, attempt=attempt)]
-        limit = time.monotonic() + self._plan.limits.point_s
-        self._check_engine(point)
-        child = self._start(command, env=self._env, log=folder / "bench.log")
-        returncode = None
+    def _generate(self, point: Point, folder: Path, attempt: int) -> tuple[int | None, list[Sample]]:
+        """Puts the point's load on the engine.
+
+        Returns:
+            The benchmark's exit code, None if it took too long and was ended; and the engine's samples meanwhile.
+        """
+        for name in (bench.RESULT, CLIENT, COUNTERS):  # what a predecessor left of them is not this measurement
+            (folder / name).unlink(missing_ok=True)
+        words = bench.words(self._plan, point, port=self._port, folder=folder, attempt=attempt)
+        with self.sent(words, folder / "bench.log", point.name) as load:
+            began = time.time()
+            returncode = self._wait(load, point.name)
+        if load.facts:
+            write_whole(folder / CLIENT, msgspec.json.encode(load.facts))
+        samples = read_lines(self._run.samples, Sample)
+        if load.counters is None:
+            return returncode, [sample for sample in samples if began <= sample.time]
+        before, after = load.counters
+        append_line(folder / COUNTERS, before)
+        append_line(folder / COUNTERS, after)
+        return returncode, [before, *(sample for sample in samples if before.time < sample.time < after.time), after]
+
+    @contextlib.contextmanager
+    def sent(self, words: Sequence[str], log: Path, what: str) -> Iterator[Load]:
+        """A load on its way to the engine; it is broken off at the end of the block, unless it has ended.
+
+        Raises:
+            EngineGoneError: the engine has gone before ``what`` began.
+            SupersededError: somebody else measures now.
+        """
+        self._check_engine(what)
+        while not self._client.settled(TICK_S):
+            self._check_engine(what)
+            self._claim.check()
+        load = self._client.start_point(words, log)
         try:
-            while returncode is None and time.monotonic() < limit:
-                returncode = process.ended(child, TICK_S)
-                self._check_engine(point)
-                self._claim.check()
+            yield load
         finally:
-            process.stop(child, STOP_GRACE_S)
+            load.stop()
+
+    def _wait(self, load: Load, what: str) -> int | None:
+        """Waits until ``load`` has ended, and returns how; None if it takes longer than a point may."""
+        limit = time.monotonic() + self._plan.limits.point_s
+        returncode = None
+        while returncode is None and time.monotonic() < limit:
+            returncode = load.ended(TICK_S)
+            self._check_engine(what)
+            self._claim.check()
         return returncode
 
-    def _check_engine(self, point: Point) -> None:
+    def _check_engine(self, what: str) -> None:
         gone = serve_end(self._run)
         if gone:
-            raise EngineGoneError(f"the engine went away while {point.name} was measured: {gone}",
+            raise EngineGoneError(f"the engine went away while {what} was measured: {gone}",
                                   where=f"run {self._run.run_id}")
 
     def _check_engine_outlived(self, point: Point) -> None:
@@ -142,7 +197,7 @@ class Loop:
         before = len(read_lines(self._run.samples, Sample))
         limit = time.monotonic() + PROOF_S
         while len(read_lines(self._run.samples, Sample)) < before + 2:
-            self._check_engine(point)
+            self._check_engine(point.name)
             if time.monotonic() > limit:
                 raise EngineGoneError(f"the engine gives no sign of life after {point.name} went wrong",
                                       where=f"run {self._run.run_id}")
@@ -156,11 +211,21 @@ def clear(run: RunDir, client: EngineClient) -> None:
         ServeError: the engine still works on somebody's requests.
     """
     for generator in psutil.process_iter(["cmdline"]):
-        # This run's own, and nobody else's: the folder of its points stands in the command.
+        # This run's own, and nobody else's: its folder stands in the command.
         command = generator.info["cmdline"] or []
-        if "bench" in command and any(word.startswith(f"{run.points}/") for word in command):
+        if str(run.client) in command or (
+                "bench" in command and any(word.startswith(f"{run.points}/") for word in command)):
             with contextlib.suppress(psutil.Error):
                 generator.terminate()
+    drain(run, client)
+
+
+def drain(run: RunDir, client: EngineClient) -> None:
+    """Waits until the engine works on nothing.
+
+    Raises:
+        ServeError: the engine still works on somebody's requests.
+    """
     limit = time.monotonic() + DRAIN_S
     while time.monotonic() < limit:
         with contextlib.suppress(EngineUnreachableError):

@@ -61,6 +61,13 @@ def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, bound: bool
                                 preexec_fn=_die_with_parent if bound and sys.platform == "linux" else None)
 
 
+def converse(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts ``argv`` in a process group of its own to talk to through pipes; what it says beside goes to ``log``."""
+    with open(log, "ab") as output:
+        return subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                                process_group=0, bufsize=0)
+
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -57,7 +57,9 @@ class Bench(Record, frozen=True):
 
     ``isl`` and ``osl`` are input and output length in tokens; each point sends ``prompts_per_concurrency`` ×
     concurrency requests and may take ``point_limit`` at most. A point that was measured for less than
-    ``min_window`` is not valid. ``args`` adds flags of ``vllm bench serve``.
+    ``min_window`` is not valid. ``args`` adds flags of ``vllm bench serve``. Before the first point two short loads
+    with ``warmup`` output tokens a request warm the engine up: prompts of full length, and short ones at the largest
+    concurrency; 0 leaves them out.
     """
 
     isl: Count
@@ -67,6 +69,7 @@ class Bench(Record, frozen=True):
     prompts_per_concurrency: Count = 2
     point_limit: str = "30m"
     min_window: str = "60s"
+    warmup: Annotated[int, Meta(ge=0)] = 32
     args: dict[str, Scalar | list[Scalar]] = {}
 
 

@@ -110,6 +110,17 @@ class EngineFacts(Record, frozen=True):
     errors: tuple[str, ...]
 
 
+class ClientFacts(Record, frozen=True):
+    """How the load generator fared while it measured a point (its ``client.json``); None where it was too short.
+
+    ``cpu_share`` of one core, and the 99th percentile of how late its event loop woke: at a share near 1, or a lag
+    that is not small beside the time between two tokens, the client was measured and not the engine.
+    """
+
+    cpu_share: float | None
+    loop_lag_p99_ms: float | None
+
+
 class Row(Record, frozen=True):
     """One measured point. ``None`` where the benchmark gave no number.
 

@@ -46,7 +46,10 @@ FILES = {
     "engine/": "the engine's log, and facts/: what each of its processes says of itself, from inside",
     "inengine/": "what runs inside the engine: the plugin that writes the facts, and the guard of its routes",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
-    "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log",
+    "inclient/": "the load generator's program, as it ran beside the engine",
+    "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log, client.json "
+               "(how the load generator fared), counters.jsonl (the engine's, right before and right after); and "
+               "warmup.log, client.log (what the load generator said between two points)",
 }
 """What lies in a run directory. A file that is not there (yet) has not happened."""
 
@@ -166,6 +169,7 @@ class RunDir:
         self.facts = self.engine / "facts"
         self.inengine = path / "inengine"
         self.points = path / "points"
+        self.client = path / "inclient" / "bench_client.py"
         self.claims = path / "claims"
         self.used = path / "used.json"
 

@@ -1,4 +1,4 @@
-"""The files that come with the package: recipes, sites, templates and the engines' flag lists.
+"""The files that come with the package: recipes, sites, templates, the engines' flag lists, the load generator.
 
 In a wheel they lie inside the package; in a checkout ``jobs/`` and ``templates/`` stand beside it.
 """
@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def folder(name: str) -> Path:
-    """The shipped folder ``name`` (``jobs``, ``templates``, ``sites`` or ``engine_flags``)."""
+    """The shipped folder ``name`` (``jobs``, ``templates``, ``sites``, ``engine_flags`` or ``inclient``)."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 

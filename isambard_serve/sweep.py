@@ -15,6 +15,7 @@ from pathlib import Path
 
 from isambard_serve import points, slurm
 from isambard_serve.claim import Claim, SupersededError, newest
+from isambard_serve.client import Client
 from isambard_serve.engine import EngineClient
 from isambard_serve.errors import NotReadyError, ServeError
 from isambard_serve.local import Local
@@ -72,10 +73,14 @@ def inside(run_dir: str, over: int) -> None:
 
 
 def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequence[str], endpoint: Endpoint) -> None:
-    loop = points.Loop(run, plan, claim, writer=writer, step=step, node=endpoint.node,
-                       port=endpoint.url.rpartition(":")[2], env=_generator_environment(run, plan))
+    beside = [*step, *plan.container_argv]
+    client = Client(command=[*beside, *plan.client_command], script=run.client, metrics=f"{endpoint.url}/metrics",
+                    fallback=[*beside, *plan.bench_command], env=_generator_environment(run, plan),
+                    log=run.points / "client.log", note=lambda why: run.record(writer, "note", reason=why))
+    loop = points.Loop(run, plan, claim, writer=writer, client=client, node=endpoint.node,
+                       port=endpoint.url.rpartition(":")[2])
     try:
-        with claim.beating():
+        with claim.beating(), client:
             run.record(writer, "measuring", job_id=os.environ.get("SLURM_JOB_ID"))
             loop.measure_all()
             claim.check()

@@ -7,9 +7,11 @@ take all those tokens: it hands the whole load to the engine and gets each reque
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
+import socket
 import sys
 import threading
 import time
@@ -40,12 +42,28 @@ class _Target:
         parts = urlsplit(base_url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self.endpoint = endpoint
+        self.stopped = threading.Event()
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._connections: list[http.client.HTTPConnection] = []
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        self._connections.append(connection)
+        return connection
+
+    def stop(self) -> None:
+        """Breaks off everything; called from another thread."""
+        self.stopped.set()
+        for connection in tuple(self._connections):
+            with contextlib.suppress(OSError):
+                if connection.sock:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def post(self, connection: http.client.HTTPConnection, path: str, body: Any) -> http.client.HTTPResponse:
+        if connection.sock is None:
+            connection.connect()
+        if self.stopped.is_set():
+            raise ConnectionAbortedError("stopped")
         connection.request("POST", path, json.dumps(body), self._headers)
         response = connection.getresponse()
         if response.status != 200:
@@ -62,33 +80,58 @@ def bench(words: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         UsageError: a number that is none.
     """
-    arguments = Arguments(words)
-    sys.stdout.write(f"{BANNER}\n")
-    prompts = arguments.whole("num-prompts", 1000)
-    load = Load(
-        prompts=prompts, concurrency=min(prompts, arguments.whole("max-concurrency", prompts)),
-        input_tokens=arguments.whole("random-input-len", 1024), output_tokens=arguments.whole("random-output-len", 128),
-        seed=arguments.whole("seed", 0), model=arguments.text("model"),
-    )
-    address = f"http://{arguments.text('host', '127.0.0.1')}:{arguments.whole('port', 8000)}"
-    target = _Target(arguments.text("base-url", address), arguments.text("endpoint", "/v1/completions"),
-                     environment.get("OPENAI_API_KEY", ""))
-    asked = _asked(arguments, load)
-    began = time.monotonic()
-    outcomes, pace, time_scale = _measure(target, load)
-    duration_s = max((outcome.end_s for outcome in outcomes), default=0.0) or time.monotonic() - began
-    document = report.result(
-        asked, outcomes, pace, duration_s=duration_s, input_tokens=load.input_tokens, time_scale=time_scale,
-        metrics=arguments.text("percentile-metrics", "ttft,tpot,itl").split(","),
-        percentiles=[float(percent) for percent in arguments.text("metric-percentiles", "99").split(",")],
-    )
-    errors = Counter(outcome.error for outcome in outcomes if outcome.error)
-    for error, count in errors.most_common(5):
-        sys.stdout.write(f"{count} requests failed: {error}\n")
-    sys.stdout.write(f"{report.table(document)}\n")
-    if arguments.on("save-result"):
-        _save(arguments, document)
+    Benchmark(words, environment).run()
     return 0
+
+
+class Benchmark:
+    """One ``bench serve``.
+
+    Args:
+        words: the command line after ``bench serve``.
+
+    Raises:
+        UsageError: a number that is none.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        arguments = self._arguments = Arguments(words)
+        prompts = arguments.whole("num-prompts", 1000)
+        self._load = Load(
+            prompts=prompts, concurrency=min(prompts, arguments.whole("max-concurrency", prompts)),
+            input_tokens=arguments.whole("random-input-len", 1024),
+            output_tokens=arguments.whole("random-output-len", 128),
+            seed=arguments.whole("seed", 0), model=arguments.text("model"),
+        )
+        address = f"http://{arguments.text('host', '127.0.0.1')}:{arguments.whole('port', 8000)}"
+        self._target = _Target(arguments.text("base-url", address), arguments.text("endpoint", "/v1/completions"),
+                               environment.get("OPENAI_API_KEY", ""))
+
+    def stop(self) -> None:
+        """Breaks off :meth:`run`, which then writes no result. Called from another thread."""
+        self._target.stop()
+
+    def run(self) -> dict[str, Any]:
+        """Measures, writes and prints the result, and returns it."""
+        sys.stdout.write(f"{BANNER}\n")
+        arguments, load = self._arguments, self._load
+        asked = _asked(arguments, load)
+        kept = arguments.on("save-result")
+        began = time.monotonic()
+        outcomes, pace, time_scale = _measure(self._target, load, kept=kept)
+        duration_s = max((outcome.end_s for outcome in outcomes), default=0.0) or time.monotonic() - began
+        document = report.result(
+            asked, outcomes, pace, duration_s=duration_s, input_tokens=load.input_tokens, time_scale=time_scale,
+            metrics=arguments.text("percentile-metrics", "ttft,tpot,itl").split(","),
+            percentiles=[float(percent) for percent in arguments.text("metric-percentiles", "99").split(",")],
+        )
+        errors = Counter(outcome.error for outcome in outcomes if outcome.error)
+        for error, count in errors.most_common(5):
+            sys.stdout.write(f"{count} requests failed: {error}\n")
+        sys.stdout.write(f"{report.table(document)}\n")
+        if kept and not self._target.stopped.is_set():
+            _save(arguments, document)
+        return document
 
 
 def _asked(arguments: Arguments, load: Load) -> dict[str, Any]:
@@ -117,12 +160,16 @@ def _save(arguments: Arguments, document: Mapping[str, Any]) -> None:
     (folder / name).write_text(json.dumps(document), encoding="utf-8")
 
 
-def _measure(target: _Target, load: Load) -> tuple[list[Outcome], Pace, float]:
-    """Runs the load the way that the engine's time scale asks for; returns outcomes, pace and time scale."""
+def _measure(target: _Target, load: Load, *, kept: bool) -> tuple[list[Outcome], Pace, float]:
+    """Runs the load the way that the engine's time scale asks for; returns outcomes, pace and time scale.
+
+    Args:
+        kept: whether its result is, so that it counts as a point where a fault is planted in one.
+    """
     try:
         with closing(target.connect()) as connection:
             terms = json.load(target.post(connection, "/sim/point",
-                                          {"prompts": load.prompts, "concurrency": load.concurrency}))
+                                          {"prompts": load.prompts, "concurrency": load.concurrency, "kept": kept}))
         time_scale, concurrency = float(terms["time_scale"]), int(terms["concurrency"])
     except _Failure as error:
         return _missing(load, {}, error), Pace(gaps=[], peak_tok_s=0.0), 1.0
@@ -166,7 +213,7 @@ def _stream(target: _Target, load: Load) -> tuple[list[Outcome], Pace]:
 
     def work() -> None:
         connection = target.connect()
-        while (index := next(indices)) < load.prompts:
+        while (index := next(indices)) < load.prompts and not target.stopped.is_set():
             sent_s = time.monotonic() - began
             came: list[float] = []
             error = None

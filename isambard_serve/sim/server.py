@@ -199,9 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
                                      f"{wanted} of output were asked for.")
 
     def _sim_point(self, body: Any) -> None:
-        """A benchmark begins: answers how it shall run."""
+        """A benchmark begins: answers how it shall run. One whose result is not kept (a warm-up) is no point."""
         settings = self.server.settings
-        number = self.server.driver.begin_point(int(body["prompts"]))
+        number = self.server.driver.begin_point(int(body["prompts"])) if body.get("kept", True) else None
         concurrency = max(1, int(int(body["concurrency"]) * settings.faults.slow_client))
         self._json({"point": number, "time_scale": settings.time_scale, "concurrency": concurrency})
 

@@ -34,7 +34,7 @@ description: a recipe as small as they come
 model: small-model
 engine: {version: 0.33.0}
 resources: {gpus: 1, time: 1h}
-bench: {isl: 8, osl: 4, concurrency: [1, 2], min_window: 1s}
+bench: {isl: 8, osl: 4, concurrency: [1, 2], min_window: 1s, warmup: 0}
 """
 
 Shown = Callable[..., "subprocess.Popen[bytes]"]

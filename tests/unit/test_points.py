@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from isambard_serve import bench, points
+from isambard_serve import bench, points, process
 from isambard_serve.claim import Claim, SupersededError, newest
+from isambard_serve.client import Client
 from isambard_serve.errors import ServeError
-from isambard_serve.plan import Plan, Point, filled
+from isambard_serve.plan import Plan, Point
 from isambard_serve.points import EngineGoneError, Loop
-from isambard_serve.records import Row, Writer
+from isambard_serve.records import ClientFacts, Row, Sample, Writer
 from isambard_serve.run import RunDir, append_line, read_lines
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.helpers import answering, good_bench, keep_row, small_plan, some_row, some_sample, written_run
@@ -24,31 +27,55 @@ from tests.unit.helpers import answering, good_bench, keep_row, small_plan, some
 SUPERSEDE = """echo '{{"holder": "inside", "job_id": null, "time": 1}}' > {run.claims}/0002.json"""
 
 
-class Bench:
-    """Starts a shell script in the place of the load generator, which finds its result's folder as ``$1``."""
+class Script:
+    """A load that a shell script stands for."""
 
-    def __init__(self, script: str) -> None:
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self.child = child
+        self.facts: ClientFacts | None = None
+        self.counters: tuple[Sample, Sample] | None = None
+
+    def ended(self, within_s: float) -> int | None:
+        """How it ended, if it has."""
+        return process.ended(self.child, within_s)
+
+    def stop(self) -> None:
+        """End it."""
+        process.stop(self.child, 1.0)
+
+
+class Bench(Client):
+    """Starts a shell script in the place of each load, which finds its result's folder as ``$1``."""
+
+    def __init__(self, script: str, **told: Any) -> None:
         self.script = script
+        self.told = told
         self.commands: list[list[str]] = []
-        self.environments: list[Mapping[str, str]] = []
+        self.logs: list[Path] = []
         self.children: list[subprocess.Popen[bytes]] = []
 
-    def __call__(self, argv: list[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start it, as :func:`isambard_serve.process.start` would."""
-        self.commands.append(argv)
-        self.environments.append(env)
-        folder = argv[argv.index("--result-dir") + 1]
+    def settled(self, within_s: float) -> bool:
+        """Always, at once."""
+        return True
+
+    def start_point(self, words: Sequence[str], log: Path) -> Script:
+        """Start it."""
+        self.commands.append([*words])
+        self.logs.append(log)
+        folder = words[words.index("--result-dir") + 1] if "--result-dir" in words else ""
         with open(log, "ab") as output:
             self.children.append(subprocess.Popen(["bash", "-c", self.script, "bench", folder], stdout=output,
                                                   process_group=0))
-        return self.children[-1]
+        script = Script(self.children[-1])
+        for name, value in self.told.items():
+            setattr(script, name, value)
+        return script
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often, and give little grace."""
     monkeypatch.setattr(points, "TICK_S", 0.02)
-    monkeypatch.setattr(points, "STOP_GRACE_S", 1.0)
     monkeypatch.setattr(points, "PROOF_S", 0.0)
     monkeypatch.setattr(points, "DRAIN_S", 0.1)
 
@@ -83,8 +110,8 @@ def good(tmp_path: Path) -> Iterator[Bench]:
 
 def loop(run: RunDir, plan: Plan, bench: Bench) -> Loop:
     """The loop of a sweep that has just claimed the points."""
-    return Loop(run, plan, Claim.take(run, "sweep", "102", over=newest(run)), writer="sweep",
-                node="nid001", step=filled(plan.step_argv, serve_job="101"), port="4711", env={"A": "1"}, start=bench)
+    return Loop(run, plan, Claim.take(run, "sweep", "102", over=newest(run)), writer="sweep", client=bench,
+                node="nid001", port="4711")
 
 
 def measured(run: RunDir, plan: Plan, bench: Bench, at: int = 0) -> Row:
@@ -100,13 +127,65 @@ def test_a_measured_point_is_kept_with_its_log_its_result_and_its_row(run: RunDi
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.log", "row.json"]
 
 
-def test_the_load_generator_is_a_step_inside_the_serve_job_with_the_given_variables(
+@pytest.mark.usefixtures("living")
+def test_what_the_client_tells_is_kept_beside_the_result_and_bounds_the_window(
         run: RunDir, plan: Plan, good: Bench) -> None:
-    measured(run, plan, good)
-    ((*command,),) = good.commands
-    assert command[:3] == ["srun", "--jobid=101", "--overlap"]
-    assert "http://127.0.0.1:4711" in command
-    assert good.environments == [{"A": "1"}]
+    now = time.time()
+    before, after = (some_sample(time=now + at, prefix_cache_queries_total=at, preemptions_total=at) for at in (0, 10))
+    for at in (-1, 5, 11):
+        append_line(run.samples, some_sample(time=now + at, kv_cache_usage=0.3 if at == 5 else 0.9))
+    good.told = {"facts": ClientFacts(cpu_share=0.4, loop_lag_p99_ms=2.5), "counters": (before, after)}
+    row = measured(run, plan, good)
+    assert (row.kv_cache_usage_max, row.preemptions) == (0.3, 10)
+    folder = run.points / "c0001.r1"
+    assert json.loads((folder / "client.json").read_text()) == {"cpu_share": 0.4, "loop_lag_p99_ms": 2.5}
+    assert read_lines(folder / "counters.jsonl", Sample) == [before, after]
+
+
+def swept(tmp_path: Path, bench: Bench, over: dict[str, Any]) -> RunDir:
+    """A run with a warm-up that was measured to its end."""
+    plan = small_plan(tmp_path, {"bench": {"warmup": 3, **over}})
+    run = written_run(plan)
+    with answering(run):
+        loop(run, plan, bench).measure_all()
+    return run
+
+
+def test_the_engine_is_warmed_up_with_long_prompts_and_with_the_largest_concurrency_before_the_first_point(
+        tmp_path: Path, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    swept(tmp_path, good, {"concurrency": [1, 200], "isl": 500})
+    flags = [dict(pairwise(command)) for command in good.commands]
+    assert [(flag["--num-prompts"], flag["--max-concurrency"], flag["--random-output-len"]) for flag in flags] == [
+        ("16", "16", "3"), ("200", "200", "3"), ("2", "1", "4"), ("400", "200", "4")]
+    assert [flag["--random-input-len"] for flag in flags] == ["500", "64", "500", "500"]
+    assert ["--save-result" in command for command in good.commands] == [False, False, True, True]
+    assert len(set(seeds(good))) == 4
+    assert [log.name for log in good.logs] == ["warmup.log"] * 2 + ["bench.log"] * 2
+
+
+def test_a_run_with_nothing_left_to_measure_is_not_warmed_up(run: RunDir, plan: Plan, good: Bench) -> None:
+    for concurrency in (1, 2):
+        keep_row(run, some_row(concurrency=concurrency))
+    loop(run, msgspec.structs.replace(plan, warmup_osl=3), good).measure_all()
+    assert good.commands == []
+
+
+def test_a_warm_up_that_fails_is_no_reason_not_to_measure(tmp_path: Path, good: Bench) -> None:
+    good.script = f'[ -n "$1" ] || exit 1; {good.script}'
+    assert [row.valid for row in swept(tmp_path, good, {"concurrency": [1]}).read_rows()] == [True]
+
+
+def test_an_engine_that_goes_away_while_the_client_gets_ready_is_not_waited_for(run: RunDir, plan: Plan) -> None:
+    class Slow(Bench):
+        def settled(self, within_s: float) -> bool:
+            run.record("serve", "failed", reason="the engine died")
+            return False
+
+    slow = Slow("true")
+    with pytest.raises(EngineGoneError, match="the engine died"):
+        measured(run, plan, slow)
+    assert slow.commands == []
 
 
 @pytest.mark.usefixtures("living")
@@ -271,10 +350,12 @@ def test_a_predecessors_load_generators_are_ended_and_no_others(
         run: RunDir, tmp_path: Path, child: Callable[..., subprocess.Popen[bytes]]) -> None:
     script = ("bash", "-c", "sleep 60; true", "bench", "serve", "--result-dir")
     left = child(*script, f"{run.points}/c0001.r1")
+    staying = child("bash", "-c", "sleep 60; true", str(run.client), "vllm.benchmarks.serve")
     others = child(*script, f"{tmp_path}/another-run/points/c0001.r1")
     with FakeEngine() as engine:
         points.clear(run, engine.client())
     assert left.wait(10) != 0
+    assert staying.wait(10) != 0
     assert others.poll() is None
 
 
@@ -299,13 +380,13 @@ def seeds(bench: Bench) -> list[int]:
 def test_each_attempt_at_a_point_and_each_claimants_has_a_seed_of_its_own(
         run: RunDir, plan: Plan, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[int] = []
-    argv = bench.argv
+    words = bench.words
 
     def watched(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
         attempts.append(attempt)
-        return argv(plan, point, port=port, folder=folder, attempt=attempt)
+        return words(plan, point, port=port, folder=folder, attempt=attempt)
 
-    monkeypatch.setattr("isambard_serve.bench.argv", watched)
+    monkeypatch.setattr("isambard_serve.bench.words", watched)
     monkeypatch.setattr(points, "PROOF_S", 60.0)
     empty = Bench("exit 3")
     with answering(run):

@@ -43,7 +43,30 @@ exec "$@"
 """
 BENCH = """\
 while [ "$1" != --num-prompts ]; do shift; done
-sed "s/PROMPTS/$2/; s/TOKENS/$(($2 * 4))/" "$RECORD/result.json" > "${8}/bench.json"
+sed "s/PROMPTS/$2/; s/TOKENS/$(($2 * 4))/" "$RECORD/result.json" > "${9}/bench.json"
+"""
+PYTHON = """\
+PYTHONPATH=$RECORD exec {python} "$1" script_as_benchmark
+"""
+SCRIPT_AS_BENCHMARK = """\
+import argparse, asyncio, os, sys
+
+class FlexibleArgumentParser:
+    def parse_args(self, words):
+        return argparse.Namespace(words=words)
+
+def add_cli_args(parser):
+    pass
+
+async def main_async(args):
+    script = await asyncio.create_subprocess_exec(os.environ["VLLM"], *args.words)
+    try:
+        code = await script.wait()
+    except asyncio.CancelledError:
+        script.kill()
+        raise
+    if code:
+        sys.exit(code)
 """
 
 
@@ -67,7 +90,11 @@ def run(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> RunDir
     monkeypatch.setenv("RECORD", str(tmp_path))
     monkeypatch.setenv("SQUEUE", "")
     monkeypatch.setenv("SLURM_JOB_ID", "102")
+    # The stub for the engine's benchmark, and beside it one for its interpreter, which imports the benchmark once.
     engine = Container(runtime="none", command=(str(stubs.add("vllm", BENCH)),))
+    stubs.add("python3", PYTHON.format(python=sys.executable))
+    (tmp_path / "script_as_benchmark.py").write_text(SCRIPT_AS_BENCHMARK)
+    monkeypatch.setenv("VLLM", engine.command[0])
     site = pretend_site(container=engine, unset=("DROPPED",), set={"FROM_SITE": "x"})
     run = written_run(small_plan(tmp_path / "runs", site=site))
     write_whole(run.jobs, msgspec.json.encode(submitted()))
@@ -76,7 +103,8 @@ def run(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> RunDir
 
 
 def said(run: RunDir, writer: Writer = "sweep") -> list[Event]:
-    return run.read_events([writer])
+    """What ``writer`` has said, but for notes."""
+    return [event for event in run.read_events([writer]) if event.event != "note"]
 
 
 def test_a_sweep_measures_all_points_and_counts_the_valid_ones(run: RunDir, tmp_path: Path) -> None:
@@ -85,10 +113,23 @@ def test_a_sweep_measures_all_points_and_counts_the_valid_ones(run: RunDir, tmp_
     assert [event.event for event in said(run)] == ["waiting", "measuring", "point", "point", "finished"]
     assert said(run)[0].job_id == "102"
     assert said(run)[-1].reason == "2 points measured, 2 valid"
-    steps = (tmp_path / "srun").read_text().splitlines()
+    (step,) = (tmp_path / "srun").read_text().splitlines()
+    assert step.startswith("--jobid=101 --overlap ")
+    assert f"python3 {run.client} vllm.benchmarks.serve" in step
+
+
+def test_where_the_engine_cannot_be_imported_each_point_is_a_step_of_its_own(
+        run: RunDir, tmp_path: Path, stubs: Stubs) -> None:
+    stubs.add("python3", "exit 1")
+    ready(run)
+    sweep.sweep(str(run.path))
+    assert said(run)[-1].reason == "2 points measured, 2 valid"
+    _, *steps = (tmp_path / "srun").read_text().splitlines()
     assert len(steps) == 2
     assert all(step.startswith("--jobid=101 --overlap ") for step in steps)
-    assert all("http://127.0.0.1:4711" in step for step in steps)
+    assert all("vllm bench serve" in step and "http://127.0.0.1:4711" in step for step in steps)
+    (note,) = (event for event in run.read_events(["sweep"]) if event.event == "note")
+    assert "each load is a command of its own" in str(note.reason)
 
 
 def test_its_steps_get_the_key_and_the_engines_variables_and_nothing_of_slurms(

@@ -1,0 +1,1 @@
+"""What goes into the container beside the load generator: it needs Python's standard library and nothing else."""
