@@ -163,6 +163,7 @@ class Run(Record, frozen=True):
     ``ladder`` is the run id of the ladder's first rung, if the run is one of several that were submitted together.
     ``node_hours`` is what its jobs have held so far: by the site's accounting (``sacct``) once all have ended there,
     else by the run's own ``clock``, which leaves out what lies before the first word and after the last.
+    ``binding`` is how the audit of the engine's processes came out, in one line; null before it was made.
     """
 
     run_id: str
@@ -178,6 +179,7 @@ class Run(Record, frozen=True):
     directory: str
     points_done: int
     points_planned: int
+    binding: str | None
     schema: str = "isambard-serve/run/1"
 
 

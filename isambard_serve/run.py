@@ -39,6 +39,7 @@ FILES = {
     "events/": "what happened, one file a writer: submit, serve, sweep, inside, cancel",
     "claims/": "who measures: numbered claims (the highest holds) and their heartbeats",
     "node.json": "where the engine runs: node, GPUs, NUMA map, limits, what is bound where, and the slots filled there",
+    "binding.json": "whether each of the engine's processes is where it belongs, looked at once it is ready",
     "slots.sh": "the slots, for the script",
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",
@@ -160,6 +161,7 @@ class RunDir:
         self.jobs = path / "jobs.json"
         self.events = path / "events"
         self.node = path / "node.json"
+        self.binding = path / "binding.json"
         self.slots = path / "slots.sh"
         self.key = path / "api.key"
         self.endpoint = path / "endpoint.json"

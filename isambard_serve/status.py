@@ -11,6 +11,8 @@ import msgspec
 
 from isambard_serve import slurm as slurm_module
 from isambard_serve import state
+from isambard_serve.audit import Audit
+from isambard_serve.errors import ServeError
 from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.records import Run
@@ -64,7 +66,14 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         directory=str(run.path),
         points_done=sum(1 for _ in run.points.glob("*/row.json")),
         points_planned=len(plan.points),
+        binding=_binding(run),
     )
+
+
+def _binding(run: RunDir) -> str | None:
+    with contextlib.suppress(FileNotFoundError, ServeError):
+        return read_record(run.binding, Audit).summary
+    return None
 
 
 def _silence_s(run: RunDir) -> float | None:

@@ -67,6 +67,8 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         lines.append(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:,.2f}"))
     for run in runs:
         lines.append(f"{run.run_id}: {progress(run)}")
+        if run.binding and not run.binding.startswith("not applicable"):
+            lines.append(f"  binding: {run.binding}")
         if run.state == "failed":
             lines.append(f"  → isambard-serve logs {run.run_id}")
     return "\n".join(lines)

@@ -21,11 +21,13 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import inengine, process, slurm
+from isambard_serve import audit, inengine, process, slurm
+from isambard_serve.audit import Audit
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
-from isambard_serve.errors import HostError
+from isambard_serve.errors import HostError, ServeError
 from isambard_serve.plan import Plan
+from isambard_serve.prepare import NodeFacts
 from isambard_serve.recipe import END_MARGIN_S
 from isambard_serve.records import Endpoint, Sample
 from isambard_serve.run import RunDir, append_line, read_record, write_whole
@@ -209,6 +211,8 @@ class Watcher:
                 self._over.wait(5.0)
         self._activity = Activity(time.monotonic())
         self._processes = engine_processes(self._child.pid)
+        with contextlib.suppress(OSError):
+            self._settle()
         self._ready.set()
         while not self._over.is_set():
             # A full disk must not hold the GPUs: nobody can measure, and idle_timeout ends the job.
@@ -216,6 +220,17 @@ class Watcher:
                 self._tell_ready()
                 return
             self._over.wait(5.0)
+
+    def _settle(self) -> None:
+        """Puts the API servers where they belong, and keeps how the binding came out: before any row is judged."""
+        try:
+            node = read_record(self._run.node, NodeFacts)
+            result = audit.settle(Path("/"), self._child.pid, node.topology, node.binding)
+        except (OSError, ServeError) as error:
+            result = Audit(findings=(f"could not be looked at: {error}",))
+        if result.verdict is False:
+            self._run.record("serve", "note", reason=f"binding {result.summary}")
+        write_whole(self._run.binding, msgspec.json.format(msgspec.json.encode(result), indent=2))
 
     def _tell_ready(self) -> None:
         job_id = os.environ.get("SLURM_JOB_ID")

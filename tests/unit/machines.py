@@ -72,6 +72,21 @@ def machine(root: Path, *, nodes: Mapping[int, tuple[str, int]], devices: Mappin
     put(root, "proc/self/smaps", f"00400000-00401000 r-xp 0 0:0 0 x\nKernelPageSize:  {page_kib} kB\n")
 
 
+def process(root: Path, pid: int, parent: int, title: str, *, cpus: str, mems: str = "0-35",
+            policy: str | None = "default", pages: Mapping[int, int] | None = None) -> None:
+    """A process whose 64 KiB pages lie on NUMA nodes as ``pages`` says; without a ``policy`` nobody may look."""
+    place = f"proc/{pid}"
+    put(root, f"{place}/status", f"PPid:\t{parent}\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t{mems}")
+    put(root, f"{place}/cmdline", title.replace(" ", "\0"))
+    if policy is not None:
+        held = " ".join(f"N{node}={count}" for node, count in (pages or {}).items())
+        put(root, f"{place}/numa_maps",
+            f"00400000 {policy} file=/usr/bin/python3 mapped=9000 N0=9000 kernelpagesize_kB=64\n"
+            f"00800000 {policy} heap anon=1 dirty=1 {held} kernelpagesize_kB=64\n"
+            f"00900000 interleave:0-3 anon=4 dirty=4 kernelpagesize_kB=64\n"
+            f"ffff0000 {policy} stack anon=2 dirty=2 kernelpagesize_kB=64")
+
+
 def put(root: Path, name: str, text: str) -> None:
     """The file ``name`` below ``root``."""
     path = root / name

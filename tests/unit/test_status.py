@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from isambard_serve import local, status
+from isambard_serve.audit import Audit
 from isambard_serve.errors import HostError
 from isambard_serve.plan import Plan
 from isambard_serve.records import Event, Jobs, Run, SubmittedJob
@@ -51,7 +52,14 @@ def test_a_run_is_told_from_its_files_alone_when_slurm_is_not_to_be_asked(run: R
     read = status.read(run)
     assert read == Run(run_id=RUN_ID, recipe="small", ladder=None, site="pretend", simulated=False, state="submitted",
                        reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, node_hours_by="clock",
-                       directory=str(run.path), points_done=0, points_planned=2)
+                       directory=str(run.path), points_done=0, points_planned=2, binding=None)
+
+
+def test_how_the_binding_came_out_is_told_in_one_line(run: RunDir) -> None:
+    write_whole(run.binding, msgspec.json.encode(Audit(verdict=False, findings=("rank 1 roams", "rank 2 roams"))))
+    assert status.read(run).binding == "WRONG: rank 1 roams (and 1 more: binding.json)"
+    write_whole(run.binding, "damaged")
+    assert status.read(run).binding is None
 
 
 def test_kept_points_are_counted(run: RunDir) -> None:

@@ -92,3 +92,9 @@ def test_csv_has_a_column_for_each_field_of_a_row_and_lists_joined_by_spaces() -
 def test_without_rows_the_columns_are_the_same() -> None:
     assert list(table.frame([]).columns) == list(table.frame([some_row()]).columns)
     assert table.text([], []) == ""
+
+
+def test_a_binding_is_told_of_where_there_was_something_to_bind() -> None:
+    shown = table.text([some_run(binding="WRONG: rank 1 roams"), some_run(binding="not applicable: no GPU")], [])
+    assert "  binding: WRONG: rank 1 roams" in shown
+    assert "not applicable" not in shown

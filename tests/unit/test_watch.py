@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import msgspec
 import psutil
 import pytest
 
-from isambard_serve import watch
+from isambard_serve import prepare, watch
+from isambard_serve.audit import Audit
+from isambard_serve.binding import Binding
 from isambard_serve.claim import Claim
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import free_port
@@ -121,6 +124,33 @@ def test_an_engine_is_ready_when_it_is_healthy_and_has_answered_a_completion(
     assert endpoint.url.startswith("http://127.0.0.1:")
     assert (endpoint.model, endpoint.node, endpoint.job_id) == ("small-model", "nid001", "301")
     assert endpoint.key_file == str(watched.run.key)
+
+
+def audited(run: RunDir) -> Audit:
+    """What became of the binding."""
+    return msgspec.json.decode(run.binding.read_bytes(), type=Audit)
+
+
+def test_how_the_binding_came_out_is_kept_before_the_engine_is_called_ready(scene: Callable[..., Scene]) -> None:
+    watched = scene()
+    write_whole(watched.run.node, msgspec.json.encode(prepare.node_facts(limited(watched.run.path))))
+    watched.ready()
+    assert audited(watched.run).not_applicable == "the recipe does not ask for it (engine.args.numa-bind)"
+    assert watched.words() == ["ready"]
+
+
+def test_a_binding_that_is_wrong_is_noted_and_one_that_cannot_be_looked_at_stops_nothing(
+        scene: Callable[..., Scene]) -> None:
+    wrong, unclear = scene(), scene(plan=msgspec.structs.replace(limited(Path("/")), run_dir=f"{os.getcwd()}/other"))
+    node = prepare.node_facts(limited(wrong.run.path))
+    node = msgspec.structs.replace(node, binding=Binding(impossible="the job has no core beside its GPU"))
+    write_whole(wrong.run.node, msgspec.json.encode(node))
+    for watched in (wrong, unclear):
+        watched.ready()
+    assert audited(wrong.run).verdict is False
+    assert wrong.words() == ["note", "ready"]
+    assert audited(unclear.run).verdict is None
+    assert "could not be looked at" in audited(unclear.run).findings[0]
 
 
 def test_an_engine_that_is_not_healthy_is_not_ready_and_fails_after_its_load_limit(
