@@ -68,13 +68,15 @@ class PretendCluster:
     @classmethod
     @contextmanager
     def boot(
-        cls, folder: Path, *, partition: str = "workq", extra_slurm_conf: str = "", accounting: bool = False
+        cls, folder: Path, *, partition: str = "workq", extra_slurm_conf: str = "", accounting: bool = False,
+        tiny: bool = False,
     ) -> Iterator[Self]:
         """Boot a cluster in `folder` and yield it with its nodes idle; take everything down on leaving.
 
         Lines of `extra_slurm_conf` replace those with the same key ("KillWait=2"), or remove them if they
         give no value ("JobSubmitPlugins="). With `accounting` there are slurmdbd and its database, and the
-        user has an account. Configuration, logs and the user's home stay in the folder afterwards. Raises
+        user has an account. The nodes of a `tiny` one have two CPUs, as this machine has, and processes are
+        really bound to them. Configuration, logs and the user's home stay in the folder afterwards. Raises
         `SystemExit(2)` where packages or root are missing, `ValueError` for a folder that will not do, and
         `RuntimeError` when a daemon dies at once.
         """
@@ -85,7 +87,7 @@ class PretendCluster:
         cluster = cls(folder, _ordinary_user())
         with ExitStack() as down:
             down.callback(cluster._clear)
-            cluster._lay_out(partition, extra_slurm_conf, accounting)
+            cluster._lay_out(partition, extra_slurm_conf, accounting, tiny)
             down.callback(processes.kill_all, cluster._leftovers)
             down.callback(cluster._stop_daemons)
             cluster._start_daemons(accounting)
@@ -216,7 +218,7 @@ class PretendCluster:
             "env": self.environment | dict(env or {}),
         }
 
-    def _lay_out(self, partition: str, extra_slurm_conf: str, accounting: bool) -> None:
+    def _lay_out(self, partition: str, extra_slurm_conf: str, accounting: bool, tiny: bool) -> None:
         self._clear()
         for name in ("dev", "etc", "home", "log", "munge", "run", "spool", "state"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -231,7 +233,7 @@ class PretendCluster:
         key.chmod(0o400)
         host = socket.gethostname().partition(".")[0]
         port = _free_ports(1 + len(NODES) + accounting)
-        files = slurm_conf.render(self.folder, host, port, partition, extra_slurm_conf, accounting)
+        files = slurm_conf.render(self.folder, host, port, partition, extra_slurm_conf, accounting, tiny)
         for name, text in files.items():
             (self.folder / "etc" / name).write_text(text)
         if accounting:

@@ -35,10 +35,14 @@ MinJobAge=300
 GresTypes=gpu
 SlurmdParameters=config_overrides
 NodeName=nid[001-004] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_ports}] \
-CPUs=288 Sockets=4 CoresPerSocket=72 ThreadsPerCore=1 RealMemory=460000 Gres=gpu:gh200:4
+{shape} ThreadsPerCore=1 RealMemory=460000 Gres=gpu:gh200:4
 PartitionName={partition} Nodes=ALL Default=YES State=UP MaxTime=24:00:00 DefaultTime=04:00:00 \
-DefCpuPerGPU=72 DefMemPerGPU=115000
+DefCpuPerGPU={cpus_per_gpu} DefMemPerGPU=115000
 """
+
+GH200 = {"shape": "CPUs=288 Sockets=4 CoresPerSocket=72", "cpus_per_gpu": 72}
+TINY = {"shape": "CPUs=2 Sockets=1 CoresPerSocket=2", "cpus_per_gpu": 1}
+"""Nodes whose CPUs this machine has, so that processes can be bound to them."""
 
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -82,12 +86,13 @@ end
 """
 
 
-def render(folder: Path, host: str, first_port: int, partition: str, extra: str, accounting: bool) -> dict[str, str]:
+def render(folder: Path, host: str, first_port: int, partition: str, extra: str, accounting: bool, tiny: bool = False
+           ) -> dict[str, str]:
     """Return the files that belong in one directory, by name, for a cluster that lives in `folder`.
 
     The controller listens on `first_port`, the nodes on the four ports after it, and with `accounting` slurmdbd
-    on the next. A line of `extra` replaces the one with the same key, or removes it if it gives no value; nodes
-    and partitions are added instead.
+    on the next. The nodes of a `tiny` cluster have two CPUs, to which task/affinity binds. A line of `extra`
+    replaces the one with the same key, or removes it if it gives no value; nodes and partitions are added instead.
     """
     values = {
         "folder": folder,
@@ -97,8 +102,11 @@ def render(folder: Path, host: str, first_port: int, partition: str, extra: str,
         "accounting_port": first_port + 5,
         "partition": partition,
         "kill_wait_s": KILL_WAIT_S,
+        **(TINY if tiny else GH200),
     }
     template = SLURM_CONF + ACCOUNTING if accounting else SLURM_CONF
+    if tiny:
+        template = template.replace("task/none", "task/affinity")
     files = {
         "slurm.conf": _merge(template.format(**values), extra),
         "gres.conf": GRES_CONF.format(**values),
