@@ -1,7 +1,8 @@
 """Whether the engine's processes are where they belong: what ``/proc`` shows of them against what was to be bound.
 
-Processes are found by parentage below the engine's first one, and known by their titles, which say what they are but
-not which GPU they use.
+Processes are found by parentage below the engine's first one. What they are and which GPU they use is what they say
+themselves (the facts that our plugin writes), found by the pid of their own pid namespace, as in a container; where
+they say nothing, their titles tell what they are.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from isambard_serve.binding import Binding
-from isambard_serve.records import Record
-from isambard_serve.topology import Topology, numbers, process_status, ranges
+from isambard_serve.records import EngineFacts, Record
+from isambard_serve.topology import Topology, numbers, process_status, ranges, sysfs_address
 
 ASTRAY = 0.05
 """The share of a rank's own memory that may lie off its chip: what was touched before it was bound."""
@@ -26,6 +27,9 @@ _PASSES = 3
 
 _KERNEL_PAGE = re.compile(r"kernelpagesize_kB=(\d+)")
 _BOUND = re.compile(r"bind(?:=[\w|]+)?:(.+)")
+
+
+Role = Literal["rank", "core", "server"]
 
 
 class Seen(Record, frozen=True):
@@ -39,7 +43,7 @@ class Seen(Record, frozen=True):
 
     pid: int
     title: str
-    role: Literal["rank", "core", "server"]
+    role: Role
     gpu: str | None
     cpus: str
     mems: str
@@ -81,7 +85,7 @@ class Audit(Record, frozen=True):
         return f"{'WRONG' if self.verdict is False else 'not known'}: {self.findings[0]}{more}"
 
 
-def see(root: Path, first: int) -> list[Seen]:
+def see(root: Path, first: int, facts: Iterable[EngineFacts] = ()) -> list[Seen]:
     """The engine's processes below ``first``: ranks and cores, their parent, and what else that one has started.
 
     What stands between ``first`` and them (a container's runtime) is none of the engine's, nor are the helpers that a
@@ -89,22 +93,31 @@ def see(root: Path, first: int) -> list[Seen]:
 
     Args:
         root: below which ``/proc`` is read.
+        facts: what the engine's processes say of themselves.
     """
-    parents = {int(path.name): int(process_status(root, path.name).get("PPid", 0))
-               for path in (root / "proc").glob("[0-9]*")}
-    titles = {pid: _title(root, pid) for pid in parents if first in _line(pid, parents)}
-    engine = {pid for pid, title in titles.items() if title.startswith(("VLLM::EngineCore", "VLLM::Worker"))}
+    statuses = {int(path.name): process_status(root, path.name) for path in (root / "proc").glob("[0-9]*")}
+    parents = {pid: int(status.get("PPid", 0)) for pid, status in statuses.items()}
+    statuses = {pid: status for pid, status in statuses.items() if first in _line(pid, parents)}
+    own = {pid: int((status.get("NSpid") or str(pid)).split()[-1]) for pid, status in statuses.items()}
+    said = {each.pid: each for each in facts}
+    titles = {pid: _title(root, pid) for pid in statuses}
+    engine = {pid for pid in statuses if _computes(titles[pid], said.get(own[pid]))}
     cores = {parents[pid] for pid in engine} & engine
     mains = {parents[pid] for pid in engine} - engine
     found = []
-    for pid, title in sorted(titles.items()):
+    for pid, status in sorted(statuses.items()):
         line = set(_line(pid, parents))
-        with contextlib.suppress(ProcessLookupError):
-            if pid in engine:
-                found.append(_seen(root, pid, title, "core" if pid in cores else "rank"))
-            elif line & mains and not line & engine:
-                found.append(_seen(root, pid, title, "server"))
+        if pid in engine or (line & mains and not line & engine):
+            role: Role = "server" if pid not in engine else "core" if pid in cores else "rank"
+            found.append(_seen(root, pid, titles[pid], role, status, said.get(own[pid])))
     return found
+
+
+def _computes(title: str, facts: EngineFacts | None) -> bool:
+    """Whether a process is an EngineCore, a worker, or both."""
+    if facts is not None:
+        return bool({"engine_core", "worker"} & set(facts.roles))
+    return title.startswith(("VLLM::EngineCore", "VLLM::Worker"))
 
 
 def _line(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
@@ -120,13 +133,18 @@ def _title(root: Path, pid: int) -> str:
     return ""
 
 
-def _seen(root: Path, pid: int, title: str, role: Literal["rank", "core", "server"]) -> Seen:
-    status = process_status(root, str(pid))
-    if not status:
-        raise ProcessLookupError(pid)
+def _seen(root: Path, pid: int, title: str, role: Role, status: Mapping[str, str], facts: EngineFacts | None) -> Seen:
     policy, memory_mib = _memory(root / "proc" / str(pid) / "numa_maps")
-    return Seen(pid=pid, title=title[:60], role=role, gpu=None, cpus=status.get("Cpus_allowed_list", ""),
-                mems=status.get("Mems_allowed_list", ""), policy=policy, memory_mib=memory_mib)
+    return Seen(
+        pid=pid,
+        title=title[:60],
+        role=role,
+        gpu=sysfs_address(facts.device.pci_bus_id) if facts and facts.device else None,
+        cpus=status.get("Cpus_allowed_list", ""),
+        mems=status.get("Mems_allowed_list", ""),
+        policy=policy,
+        memory_mib=memory_mib,
+    )
 
 
 def _memory(numa_maps: Path) -> tuple[str | None, dict[int, float] | None]:
@@ -149,7 +167,7 @@ def _memory(numa_maps: Path) -> tuple[str | None, dict[int, float] | None]:
     return policy, {node: round(mib, 1) for node, mib in sorted(memory.items())}
 
 
-def settle(root: Path, first: int, topology: Topology, binding: Binding) -> Audit:
+def settle(root: Path, first: int, facts: Sequence[EngineFacts], topology: Topology, binding: Binding) -> Audit:
     """Gives the API servers cores that no rank uses, and says whether all is where it belongs.
 
     Ranks are bound by vLLM, at their birth. The API servers cannot be: what they may not use, the ranks that they
@@ -159,9 +177,9 @@ def settle(root: Path, first: int, topology: Topology, binding: Binding) -> Audi
         return Audit(not_applicable=binding.not_applicable)
     if binding.applied and binding.server_cpus:
         servers = numbers(binding.server_cpus)
-        for process in see(root, first):
+        for process in see(root, first, facts):
             pin(root, process.pid, servers if process.role == "server" else numbers(process.cpus) - servers)
-    processes = see(root, first)
+    processes = see(root, first, facts)
     refuted, unknown = judge(processes, topology, binding)
     return Audit(verdict=False if refuted else None if unknown else True, findings=(*refuted, *unknown),
                  processes=tuple(processes))

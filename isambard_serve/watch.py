@@ -225,7 +225,7 @@ class Watcher:
         """Puts the API servers where they belong, and keeps how the binding came out: before any row is judged."""
         try:
             node = read_record(self._run.node, NodeFacts)
-            result = audit.settle(Path("/"), self._child.pid, node.topology, node.binding)
+            result = audit.settle(Path("/"), self._child.pid, self._run.read_facts(), node.topology, node.binding)
         except (OSError, ServeError) as error:
             result = Audit(findings=(f"could not be looked at: {error}",))
         if result.verdict is False:

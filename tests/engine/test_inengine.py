@@ -1,11 +1,17 @@
 """What the package puts into the real engine: facts from every process, and a guard before every route."""
 
+import os
 import re
+from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
+from isambard_serve import audit
+from isambard_serve.binding import Binding
 from isambard_serve.records import EngineFacts
+from isambard_serve.topology import NumaNode, Topology
 from tests.engine.environment import VLLM_VERSION
 from tests.engine.serving import Engine
 from tests.support.waiting import wait_until
@@ -42,6 +48,36 @@ def test_every_process_says_who_it_is_and_what_it_really_has(engine: Engine) -> 
         shown = {"SHOWN": "yes", "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype":"float8e4m3"}'}
         assert shown.items() <= each.environment.items()
         assert not {"VLLM_API_KEY", "SHOWN_TOKEN", "HOME"} & set(each.environment)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_audit_finds_each_of_them_in_its_role_by_what_it_says_or_by_its_title(engine: Engine, told: bool) -> None:
+    found = facts(engine)
+    server, core, worker = (found[role].pid for role in ("api_server", "engine_core", "worker"))
+    roles = {each.pid: each.role for each in audit.see(Path("/"), server, found.values() if told else ())}
+    assert (roles.pop(core), roles.pop(worker)) == ("core", "rank")
+    assert server in roles
+    assert set(roles.values()) == {"server"}
+
+
+def test_the_real_servers_threads_are_moved_off_the_ranks_cores(engine: Engine) -> None:
+    found = facts(engine)
+    server, worker = found["api_server"].pid, found["worker"].pid
+    before = {pid: os.sched_getaffinity(pid) for pid in (server, worker)}
+    first, *_, last = sorted(before[server])
+    topology = Topology(nodes=(NumaNode(node=0, cpus=f"{first}-{last}", memory_gib=1.0),), gpus=(),
+                        cpus_allowed=f"{first}-{last}", mems_allowed="0", page_kib=4, numa_balancing=False)
+    bound = Binding(gpu_nodes=(0,), gpu_cpus=(str(first),), memory="0", server_cpus=str(last))
+    try:
+        result = audit.settle(Path("/"), server, list(found.values()), topology, bound)
+        assert not [finding for finding in result.findings if "are not the ranks'" in finding]
+        for pid, cpus in ((server, {last}), (worker, before[worker] - {last} or before[worker])):
+            threads = [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
+            assert len(threads) > 1
+            assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} <= {frozenset(cpus)}
+    finally:
+        for pid, cpus in before.items():
+            audit.pin(Path("/"), pid, cpus)
 
 
 def test_the_worker_names_its_rank_and_its_kernels_and_no_gpu_that_it_has_not(engine: Engine) -> None:

@@ -73,10 +73,15 @@ def machine(root: Path, *, nodes: Mapping[int, tuple[str, int]], devices: Mappin
 
 
 def process(root: Path, pid: int, parent: int, title: str, *, cpus: str, mems: str = "0-35",
-            policy: str | None = "default", pages: Mapping[int, int] | None = None) -> None:
-    """A process whose 64 KiB pages lie on NUMA nodes as ``pages`` says; without a ``policy`` nobody may look."""
+            policy: str | None = "default", pages: Mapping[int, int] | None = None, own_pid: int | None = None) -> None:
+    """A process whose 64 KiB pages lie on NUMA nodes as ``pages`` says; without a ``policy`` nobody may look.
+
+    ``own_pid`` is its pid inside its container.
+    """
     place = f"proc/{pid}"
-    put(root, f"{place}/status", f"PPid:\t{parent}\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t{mems}")
+    pids = f"{pid}\t{own_pid}" if own_pid else f"{pid}"
+    put(root, f"{place}/status",
+        f"PPid:\t{parent}\nNSpid:\t{pids}\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t{mems}")
     put(root, f"{place}/cmdline", title.replace(" ", "\0"))
     if policy is not None:
         held = " ".join(f"N{node}={count}" for node, count in (pages or {}).items())

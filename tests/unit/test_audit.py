@@ -12,6 +12,7 @@ import pytest
 from isambard_serve import audit, binding, topology
 from isambard_serve.audit import Audit, Seen
 from isambard_serve.binding import Binding
+from isambard_serve.records import Device, EngineFacts
 from isambard_serve.topology import Topology
 from tests.support.waiting import wait_until
 from tests.unit import machines
@@ -30,7 +31,8 @@ def node(tmp_path: Path) -> Path:
     machines.process(tmp_path, 1, 0, "init", cpus="0-287")
     machines.process(tmp_path, APPTAINER, 1, "Apptainer runtime parent", cpus="0-287", policy=None)
     machines.process(tmp_path, MAIN, APPTAINER, "python3 vllm serve x", cpus=SERVERS, policy="bind:0-3")
-    machines.process(tmp_path, 120, MAIN, "VLLM::APIServer_0", cpus=SERVERS, policy="bind:0-3", pages={0: 9, 2: 9})
+    machines.process(tmp_path, 120, MAIN, "VLLM::APIServer_0", cpus=SERVERS, policy="bind:0-3", pages={0: 9, 2: 9},
+                     own_pid=20)
     for chip, pid in enumerate(RANKS):
         rank(tmp_path, pid, chip)
         machines.process(tmp_path, pid + 100, pid, "nvcc helper", cpus="0-287")
@@ -39,18 +41,26 @@ def node(tmp_path: Path) -> Path:
 
 def rank(root: Path, pid: int, chip: int, **changes: object) -> None:
     """The rank ``pid`` on a chip, but for ``changes``."""
-    values = {"cpus": CHIPS[chip], "policy": f"bind:{chip}", "pages": {chip: 16000, 0: 100}, **changes}
+    values = {"cpus": CHIPS[chip], "policy": f"bind:{chip}", "pages": {chip: 16000, 0: 100}, "own_pid": pid - 100,
+              **changes}
     machines.process(root, pid, MAIN, f"VLLM::EngineCore_DP{pid - RANKS[0]}", **values)  # type: ignore[arg-type]
 
 
+def fact(pid: int, gpu: int | None = None, roles: tuple[str, ...] = ("engine_core", "worker")) -> EngineFacts:
+    """What the process ``pid`` of a container says of itself: it uses the GPU of chip ``gpu``."""
+    names = [field.name for field in msgspec.structs.fields(EngineFacts)]
+    device = None if gpu is None else Device(name="GH200", uuid="GPU-x", pci_bus_id=f"000000{gpu}9:01:00.0")
+    values = {"pid": pid, "roles": roles, "device": device}
+    return EngineFacts(**{**dict.fromkeys(names), **values})  # type: ignore[arg-type]
+
+
 def audited(root: Path, gpus: dict[int, int] | None = None) -> Audit:
-    """The audit of the engine on that node, whose rank ``pid`` uses GPU ``gpus[pid]``."""
+    """The audit of the engine on that node; what the ranks say of their GPUs is ``gpus``, or what it should be."""
     machine = topology.read(root, machines.quad_gh200(root), None)
-    bound = binding.choose(machine)
     uses = dict(zip(RANKS, range(4), strict=True)) if gpus is None else gpus
-    gpu_of = {pid: machine.gpus[gpu].pci for pid, gpu in uses.items()}
-    seen = [msgspec.structs.replace(process, gpu=gpu_of.get(process.pid)) for process in audit.see(root, APPTAINER)]
-    refuted, unknown = audit.judge(seen, machine, bound)
+    facts = [fact(pid - 100, gpu) for pid, gpu in uses.items()]
+    seen = audit.see(root, APPTAINER, [*facts, fact(20, roles=("api_server",))])
+    refuted, unknown = audit.judge(seen, machine, binding.choose(machine))
     return Audit(verdict=False if refuted else None if unknown else True, findings=(*refuted, *unknown),
                  processes=tuple(seen))
 
@@ -77,6 +87,13 @@ def test_ranks_that_have_changed_places_are_found(node: Path) -> None:
     result = audited(node, {110: 1, 111: 0, 112: 2, 113: 3})
     assert result.verdict is False
     assert len([finding for finding in result.findings if "may run on CPUs" in finding]) == 2
+
+
+def test_ranks_are_known_by_what_they_say_whatever_their_titles(node: Path) -> None:
+    machines.process(node, RANKS[1], MAIN, "python3 -c spawn", cpus=CHIPS[1], policy="bind:1", own_pid=11)
+    result = audited(node)
+    assert result.verdict is True
+    assert [process.gpu for process in result.processes[1:5]] == [f"00{chip}9:01:00.0" for chip in range(4)]
 
 
 def test_two_ranks_on_one_gpu_are_found(node: Path) -> None:
@@ -143,7 +160,7 @@ def test_an_engine_without_a_rank_is_not_known(node: Path) -> None:
 def test_workers_of_their_own_are_the_ranks_and_their_engine_core_may_use_all_their_chips(node: Path) -> None:
     for pid in RANKS:
         machines.process(node, pid, 130, f"VLLM::Worker_TP{pid - RANKS[0]}", cpus=CHIPS[pid - RANKS[0]],
-                         policy=f"bind:{pid - RANKS[0]}")
+                         policy=f"bind:{pid - RANKS[0]}", own_pid=pid - 100)
     machines.process(node, 130, MAIN, "VLLM::EngineCore", cpus=",".join(CHIPS.values()), policy="bind:0-3")
     result = audited(node)
     assert (result.verdict, result.findings) == (True, ())
@@ -158,7 +175,7 @@ def test_a_job_that_could_not_be_bound_is_not_as_meant(node: Path) -> None:
 
 def test_where_binding_does_not_apply_nothing_is_looked_at(tmp_path: Path) -> None:
     machine = topology.read(tmp_path, machines.laptop(tmp_path), None)
-    result = audit.settle(tmp_path, 1, machine, binding.choose(machine))
+    result = audit.settle(tmp_path, 1, [], machine, binding.choose(machine))
     assert result == Audit(not_applicable="no GPU is visible here")
     assert result.summary == "not applicable: no GPU is visible here"
 
@@ -188,7 +205,7 @@ def test_on_real_processes_servers_are_moved_off_the_ranks_cores_with_all_their_
     bound = Binding(gpu_nodes=(0,), gpu_cpus=(str(first),), memory="0", server_cpus=str(second))
     before = audit.judge(audit.see(root, engine.pid), here, bound)[0]
     assert len([finding for finding in before if "are not the ranks'" in finding]) == 2
-    result = audit.settle(root, engine.pid, here, bound)
+    result = audit.settle(root, engine.pid, [], here, bound)
     assert not [finding for finding in result.findings if "are not the ranks'" in finding]
     affinities = {process.title.split()[0]: affinities_of(process.pid) for process in result.processes}
     assert affinities["VLLM::APIServer_0"] == [{second}, {second}]
