@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -66,6 +67,33 @@ def converse(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> subpr
     with open(log, "ab") as output:
         return subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
                                 process_group=0, bufsize=0)
+
+
+def piped(argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """Starts ``argv`` with pipes to talk to it, away from the terminal: it can ask nobody, and Ctrl-C is not for it.
+
+    Raises:
+        NoProgramError: there is no such program, or it may not be run.
+    """
+    try:
+        return subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                                start_new_session=True)
+    except OSError as error:
+        raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def connected(command: str) -> Iterator[socket.socket]:
+    """A socket whose other end is stdin and stdout of the shell command ``command``, as a ProxyCommand wants it."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            child = subprocess.Popen(["/bin/sh", "-c", command], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                                     start_new_session=True)
+        try:
+            yield ours
+        finally:
+            stop(child, 1.0)
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
