@@ -2,14 +2,14 @@
 
 paramiko is configured from ``ssh -G``. Commands go over it: its connection is there sooner than OpenSSH's, and each
 further command costs a round trip instead of a process. Where it cannot log in but OpenSSH can (a security key, a
-host's certificate, a setting that paramiko does not heed), OpenSSH's client is used. For bulk transfer it is the
+key that lies elsewhere), OpenSSH's client is used, and so it is where paramiko could not check the host as the user's
+configuration wants it (revoked keys, authorities). For bulk transfer it is the
 other way round: OpenSSH first, since it does the cryptography at several times the speed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -20,10 +20,12 @@ from isambard_serve import process
 from isambard_serve.errors import ConnectionLostError, HostError
 from isambard_serve.ssh import config, opensshhost
 from isambard_serve.ssh.config import Hop
-from isambard_serve.ssh.keys import Keyring
+from isambard_serve.ssh.keys import Keyring, expired
 from isambard_serve.ssh.opensshhost import OpensshHost
 from isambard_serve.ssh.paramikohost import ParamikoHost
 from isambard_serve.ssh.stream import Done, Stream
+
+__all__ = ["Done", "Host", "Stream", "connect", "connected", "persistently", "resolve"]
 
 T = TypeVar("T")
 
@@ -83,8 +85,12 @@ def connect(alias: str, *, bulk: bool = False) -> Host:
         HostError: it cannot be reached or logged in to.
     """
     hops = resolve(alias)
-    only_openssh = any(hop.only_openssh or _has_markers(hop) for hop in hops)
-    if bulk or only_openssh:
+    if any(hop.only_openssh or _has_markers(hop) for hop in hops):
+        try:
+            return OpensshHost(alias)
+        except HostError as error:
+            raise next((over for over in map(expired, hops) if over), error) from error
+    if bulk:
         with contextlib.suppress(HostError):
             return OpensshHost(alias)
     try:
@@ -93,7 +99,7 @@ def connect(alias: str, *, bulk: bool = False) -> Host:
     except ConnectionLostError:
         raise
     except HostError:
-        if not (bulk or only_openssh):
+        if not bulk:
             with contextlib.suppress(HostError):
                 return OpensshHost(alias)
         raise
@@ -125,14 +131,13 @@ def persistently(alias: str, work: Callable[[Host], T], *, bulk: bool = False,
     Raises:
         HostError: it cannot be logged in to, or the connection was lost again and again.
     """
-    host = connect(alias, bulk=bulk)
-    for pause_s in (*pauses_s, None):
+    host: Host | None = connect(alias, bulk=bulk)
+    for pause_s in pauses_s:
         try:
-            with contextlib.closing(host):
-                return work(host)
+            with contextlib.closing(host or connect(alias, bulk=bulk)) as there:
+                return work(there)
         except ConnectionLostError:
-            if pause_s is None:
-                raise
+            host = None
             time.sleep(pause_s)
-            host = connect(alias, bulk=bulk)
-    raise AssertionError(os.strerror(0))
+    with connected(alias, bulk=bulk) as there:
+        return work(there)

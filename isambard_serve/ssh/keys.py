@@ -59,6 +59,19 @@ def certificates(hop: Hop) -> list[Certificate]:
     return [certificate for certificate in found.values() if certificate]
 
 
+def expired(hop: Hop) -> HostError | None:
+    """The error that a certificate for ``hop`` has had its time, if it has."""
+    for certificate in certificates(hop):
+        if certificate.expired:
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(certificate.valid_before))
+            return HostError(f"the certificate {certificate.file} expired at {when}", where=_where(hop), remedy=RENEW)
+    return None
+
+
+def _where(hop: Hop) -> str:
+    return f"{hop.alias} ({hop.user}@{hop.hostname})"
+
+
 def ask_on_terminal(question: str) -> str | None:
     """Asks on the terminal; None where there is none."""
     try:
@@ -159,12 +172,10 @@ class Keyring:
 
     def _refusal(self, hop: Hop, tried: int) -> HostError:
         """Why nothing helped, with the likeliest cause first."""
-        where = f"{hop.alias} ({hop.user}@{hop.hostname})"
-        known = certificates(hop)
-        over = next((certificate for certificate in known if certificate.expired), None)
+        over = expired(hop)
         if over:
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(over.valid_before))
-            return HostError(f"the certificate {over.file} expired at {when}", where=where, remedy=RENEW)
+            return over
+        where, known = _where(hop), certificates(hop)
         unusable = [problem for problem in self._loaded.values() if isinstance(problem, str)]
         if unusable:
             return HostError(unusable[0], where=where, remedy="ssh-add it first, and its passphrase is asked for once")

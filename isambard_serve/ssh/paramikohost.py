@@ -33,6 +33,24 @@ class HostKeyError(HostError):
     """The server's key is not the one that is known, or none is known."""
 
 
+class _Inside:
+    """A channel as the socket of the connection inside it. That the outer one has gone is no news when it closes."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self.recv = channel.recv
+        self.send = channel.send
+        self.settimeout = channel.settimeout
+        self._channel = channel
+
+    @property
+    def _closed(self) -> bool:  # paramiko's name for it, of sockets and channels alike
+        return bool(self._channel.closed)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.close()
+
+
 class _ChannelFile(io.RawIOBase):
     """One direction of a channel as a file."""
 
@@ -53,7 +71,10 @@ class _ChannelFile(io.RawIOBase):
         return len(data)
 
     def write(self, data: Any) -> int:
-        return self._channel.send(bytes(data[:PIECE]))
+        try:
+            return self._channel.send(bytes(data[:PIECE]))
+        except EOFError as error:  # how paramiko says that the connection has gone
+            raise BrokenPipeError from error
 
     def close(self) -> None:
         if not self.closed and self.writable():
@@ -76,7 +97,8 @@ class _Ending:
         return code
 
     def cut(self) -> None:
-        self._channel.close()
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.close()
 
 
 class ParamikoHost:
@@ -111,7 +133,7 @@ class ParamikoHost:
         where = f"{hop.alias} ({hop.hostname}:{hop.port})"
         try:
             if before:
-                return _channel(before, (hop.hostname, hop.port), where)
+                return _Inside(_channel(before, (hop.hostname, hop.port), where))
             if hop.proxy_command:
                 return stack.enter_context(process.connected(f"exec {expanded(hop.proxy_command, hop)}"))
             sock = socket.create_connection((hop.hostname, hop.port), timeout=hop.connect_timeout_s)
@@ -139,7 +161,7 @@ class ParamikoHost:
     def _stream(self, channel: paramiko.Channel, mark: str | None = None) -> Stream:
         def file(direction: str) -> BinaryIO:
             raw = _ChannelFile(channel, direction)
-            return cast(BinaryIO, raw if direction == "in" else io.BufferedReader(raw, PIECE))
+            return cast(BinaryIO, (io.BufferedWriter if direction == "in" else io.BufferedReader)(raw, PIECE))
 
         return Stream(file("in"), file("out"), file("err"), _Ending(channel, self.name), where=self.name, mark=mark)
 

@@ -25,7 +25,7 @@ LAST_WORDS_S = 5.0
 
 # $0 is the mark, the rest is the program. Profiles see an empty stdin, so that none can eat what is meant for the
 # program, and the shell stays its parent: a signal that ends it is told as 128 + its number.
-_LOGIN = 'printf "%s\\n" "$0"; printf "%s\\n" "$0" >&2; "$@" <&3 3<&-; exit $?'
+_LOGIN = 'printf "\\n%s\\n" "$0"; printf "\\n%s\\n" "$0" >&2; "$@" <&3 3<&-; exit $?'
 _BEGIN = f"exec bash -lc {shlex.quote(_LOGIN)} \"$@\" 3<&0 </dev/null"
 
 
@@ -81,8 +81,8 @@ class Stream:
         self._reader.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            while line := self._stderr.readline():
+        with contextlib.suppress(OSError), self._stderr as stderr:
+            while line := stderr.readline():
                 if line.rstrip(b"\r\n") == self._mark:
                     self._said.clear()
                 else:
@@ -136,8 +136,7 @@ class Stream:
     def close(self) -> None:
         """Cuts the program off, if it still runs, and lets go of everything."""
         self.cut()
-        self._reader.join(LAST_WORDS_S)
-        for file in (self.stdin, self.stdout, self._stderr):
+        for file in (self.stdin, self.stdout):
             with contextlib.suppress(OSError):  # what was not sent yet is lost
                 file.close()
 
