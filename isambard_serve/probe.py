@@ -303,7 +303,7 @@ def measure(seconds: float = SECONDS) -> Ceilings:
         probe = Probe(torch, gpus, sampler, seconds)
         found = Ceilings(
             node=os.environ.get("SLURMD_NODENAME") or platform.node(), time=time.time(), seconds=seconds,
-            driver=library.driver() if library else None, torch=torch.__version__, cuda=torch.version.cuda,
+            driver=library.driver() if library else None, torch=str(torch.__version__), cuda=torch.version.cuda,
             gpus=tuple(gpus), topology=_topology(),
             numa_nodes={str(node): topology.ranges(cpus) for node, cpus in nodes.items()},
             matmuls=(*probe.matmuls("bf16"), *probe.matmuls("fp8"), *probe.matmuls("fp8_block")),
