@@ -17,7 +17,7 @@ from isambard_serve import __version__, flags, inengine
 from isambard_serve.errors import UsageError
 from isambard_serve.recipe import Recipe, seconds
 from isambard_serve.records import Record
-from isambard_serve.run import point_name
+from isambard_serve.run import job_name, point_name
 from isambard_serve.site import Site
 
 
@@ -223,7 +223,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
             inside=round(serve_share * time_s / 3600, 4),
             dependent=round((serve_share + sweep_share) * time_s / 3600, 4),
         ),
-        serve_directives=_serve_directives(recipe, site, run_id, run_dir, time_s),
+        serve_directives=holder_directives(site, run_id, run_dir, "serve.log", recipe.resources.gpus, time_s),
         sweep_directives=_sweep_directives(site, run_id, run_dir),
         sweep_after_min=load_s // 60,
         sweep_minutes=math.ceil(time_s / 60),
@@ -315,15 +315,21 @@ def _weights(recipe: Recipe, environment: dict[str, str], container_argv: tuple[
                  remedy=f"fetch them in a job: {fetch}"),)
 
 
-def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, time_s: int) -> dict[str, str | bool]:
-    whole_node = recipe.resources.gpus == site.node.gpus
+def holder_directives(site: Site, run_id: str, run_dir: str, log: str, gpus: int, time_s: int
+                      ) -> dict[str, str | bool]:
+    """The directives of the job that a run stands and falls with; its output goes to ``log`` in ``run_dir``.
+
+    Raises:
+        UsageError: a value cannot be written.
+    """
+    whole_node = gpus == site.node.gpus
     wanted: dict[str, str | bool | None] = {
         "job-name": run_id,
         "partition": site.partition,
         **_passed_on(site),
         "nodes": "1",
         # A part of a node: the GPUs bring their cores and memory. A whole node: all its cores, nobody beside.
-        "gpus": str(recipe.resources.gpus),
+        "gpus": str(gpus) if gpus else None,
         "cpus-per-task": str(site.node.cpus) if whole_node else None,
         "exclusive": True if whole_node else None,
         "time": clock(time_s),
@@ -331,7 +337,7 @@ def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, tim
         "no-requeue": True,
         "export": ",".join(site.export),
         "chdir": run_dir,
-        "output": f"{run_dir}/serve.log",
+        "output": f"{run_dir}/{log}",
         "open-mode": "append",
     }
     return _checked(wanted, site)
@@ -339,7 +345,7 @@ def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, tim
 
 def _sweep_directives(site: Site, run_id: str, run_dir: str) -> dict[str, str | bool]:
     wanted: dict[str, str | bool | None] = {
-        "job-name": f"{run_id}-sweep",
+        "job-name": job_name(run_id, "sweep"),
         "partition": site.partition,
         **_passed_on(site),
         "gpus": str(site.sweep.gpus) if site.sweep.gpus else None,

@@ -27,8 +27,12 @@ State = Literal[
     "submitted", "started", "loading", "ready", "measuring", "stopping", "done", "failed", "cancelled", "unknown"
 ]
 
-Writer = Literal["submit", "serve", "sweep", "inside", "cancel"]
-"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, ``cancel``."""
+Writer = Literal["submit", "serve", "sweep", "inside", "task", "cancel"]
+"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, a task, ``cancel``.
+"""
+
+HOLDERS: tuple[Literal["serve", "task"], ...] = ("serve", "task")
+"""The job that a run stands and falls with, by what it does: a run has one of the two."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,7 +201,7 @@ class Endpoint(Record, frozen=True):
 class SubmittedJob(Record, frozen=True):
     """One job's line in ``jobs.json``: written before its submission (no ``job_id``) and again after it."""
 
-    role: Literal["serve", "sweep", "controller"]
+    role: Literal["serve", "sweep", "task", "controller"]
     job_id: str | None
     time: float
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from isambard_serve.records import STATES, Event, Jobs, State
+from isambard_serve.records import HOLDERS, STATES, Event, Jobs, State
 from isambard_serve.slurm import JobState
 
 SILENCE_S = 60.0
@@ -24,10 +24,10 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
         slurm: what Slurm says of the run's jobs; jobs it does not know (or an outage) are left out.
         silence_s: seconds since the run last wrote anything on its node; None if it never has.
     """
-    noted = next((job.job_id for job in jobs.jobs if job.role == "serve"), None)
+    role, noted = next(((job.role, job.job_id) for job in jobs.jobs if job.role in HOLDERS), ("serve", None))
     serve = noted or next((event.job_id for event in events if event.event == "started"), None)
     # A submission that was taken for refused, and ran all the same, is what its jobs say it is.
-    ran = any(event.writer == "serve" for event in events)
+    ran = any(event.writer in HOLDERS for event in events)
     own = [event for event in events if event.event in STATES
            and not (ran and event.writer == "submit" and event.event == "failed")]
     answer = slurm.get(serve) if serve else None
@@ -40,9 +40,9 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
     if serve and answer and answer.ended:
         teller = "" if serve.startswith("local-") else "Slurm: "
         if answer.state == "CANCELLED":
-            return "cancelled", f"{teller}the serve job was cancelled"
+            return "cancelled", f"{teller}the {role} job was cancelled"
         if answer.state == "COMPLETED":
-            return "failed", f"{teller}the serve job ended before the run said that it was done"
+            return "failed", f"{teller}the {role} job ended before the run said that it was done"
         return "failed", f"{teller}{answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
     reached: State = "submitted"

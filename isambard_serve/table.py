@@ -76,7 +76,9 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 
 def progress(run: Run) -> str:
     """How far a run is, in one line."""
-    parts = [run.state, f"{run.points_done} of {run.points_planned} points"]
+    parts: list[str] = [run.state]
+    if run.points_planned:
+        parts.append(f"{run.points_done} of {run.points_planned} points")
     if run.node_hours is not None:
         parts.append(f"{run.node_hours:.3f} node-hours")
     if run.simulated:

@@ -616,7 +616,7 @@ def test_a_recipe_is_compared_with_another_in_the_engines_words(cluster: Cluster
 def test_a_submission_without_slurm_is_simulated_and_costs_nothing(
         user_file: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[RunDir]] = []
-    monkeypatch.setattr("isambard_serve.controller.start", lambda found, _: started.append(found))
+    monkeypatch.setattr("isambard_serve.controller.start", lambda found, *_: started.append(found))
     user_file("config.yaml", "site: sandbox")
     user_file("jobs/small.yaml", SMALL)
     result = CliRunner().invoke(main, ["submit", "small", "small"])

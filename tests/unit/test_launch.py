@@ -370,11 +370,11 @@ def here(tmp_path: Path) -> list[launch.Rung]:
 
 
 def test_without_slurm_one_controller_takes_all_rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[RunDir], list[Plan]]] = []
+    started: list[tuple[object, ...]] = []
     monkeypatch.setattr("isambard_serve.controller.start", lambda *given: started.append(given))
     rungs = here(tmp_path)
     runs = launch.submit(rungs, None)
-    assert started == [(runs, [plan for plan, _ in rungs])]
+    assert started == [(runs, rungs[0][0].python, rungs[0][0].export)]
     assert [[event.event for event in run.read_events()] for run in runs] == [["submitted"]] * 3
     assert not list(tmp_path.glob("*/send.sh"))
     assert not list(tmp_path.glob("*/sweep.sbatch"))

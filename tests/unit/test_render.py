@@ -271,4 +271,4 @@ def test_no_template_prints_a_value_past_the_quoting() -> None:
         text = path.read_text()
         assert "| safe" not in text
         assert set(re.findall(r"\|\s*(\w+)", " ".join(re.findall(r"{{(.*?)}}", text)))) <= {
-            "comment", "directive", "command"}
+            "comment", "commented", "directive", "command"}
