@@ -72,7 +72,7 @@ docs: venv
 pins:
 	uv pip compile pyproject.toml --generate-hashes --universal --python-version 3.11 --upgrade --quiet \
 	  --no-emit-index-url --no-header --no-annotate -o requirements/package.txt
-	uv pip compile pyproject.toml requirements/dev.in --generate-hashes --universal --python-version 3.11 --upgrade \
+	uv pip compile pyproject.toml requirements/dev.in --extra plot --generate-hashes --universal --python-version 3.11 --upgrade \
 	  --quiet --no-emit-index-url --no-header --no-annotate -o requirements/dev.txt
 
 clean:

@@ -214,6 +214,66 @@ class Jobs(Record, frozen=True):
     schema: str = "isambard-serve/jobs/1"
 
 
+class Bucket(Record, frozen=True):
+    """What one bucket of kernels takes of a step, in ms: only time in which no other bucket has it (``trace``).
+
+    ``share`` is that of the whole step, ``launches`` how many kernels a step starts (None for ``idle``), ``floor_ms``
+    the least that they could take on this GPU; None where that is not known.
+    """
+
+    name: str
+    ms: float
+    share: float
+    launches: float | None
+    floor_ms: float | None
+
+
+class UnmatchedKernel(Record, frozen=True):
+    """A kernel that no pattern of the table matches: what it takes of a step, and how often a step starts it."""
+
+    name: str
+    ms: float
+    launches: float
+
+
+class RankTrace(Record, frozen=True):
+    """One GPU's trace. All but ``kernels`` and ``kernel_ms``, which are of all that was recorded, is of a steady step.
+
+    ``kernel_ms`` adds up the kernels' durations: what overlaps counts twice. ``found_by`` says how the steps were
+    found (by ``nothing``: all is taken for one step), ``left_out`` how many of them were not steady. ``hidden_ms`` is
+    how long kernels meant for the background, comms above all, ran behind others; their bucket has only the rest.
+    """
+
+    rank: int
+    path: str
+    gpu: str | None
+    kernels: int
+    kernel_ms: float
+    found_by: Literal["marks", "graphs", "repetition", "nothing"]
+    steps: int
+    left_out: int
+    step_ms: float
+    busy_ms: float
+    launches: float
+    buckets: tuple[Bucket, ...]
+    hidden_ms: dict[str, float]
+    unmatched_ms: float
+    unmatched: tuple[UnmatchedKernel, ...]
+
+
+class Trace(Record, frozen=True):
+    """Where a steady step's time goes: the mean over ``ranks``. ``steps``: of how many on the rank with fewest.
+
+    The buckets and what is unmatched add up to ``step_ms``. ``unmatched_share`` is that of the GPUs' busy time.
+    """
+
+    ranks: tuple[RankTrace, ...]
+    steps: int
+    step_ms: float
+    buckets: tuple[Bucket, ...]
+    unmatched_share: float
+
+
 def document(kind: str, **content: Any) -> bytes:
     """A JSON document of ``content`` that carries its ``schema``, ready to print."""
     body = msgspec.json.encode({"schema": f"isambard-serve/{kind}/1", **content})

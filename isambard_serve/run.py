@@ -49,6 +49,7 @@ FILES = {
     "engine/": "the engine's log, and facts/: what each of its processes says of itself, from inside",
     "inengine/": "what runs inside the engine: the plugin that writes the facts, and the guard of its routes",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
+    "profile/": "traces of the torch profiler, of a run with --profile-at",
     "inclient/": "the load generator's program, as it ran beside the engine",
     "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log, client.json "
                "(how the load generator fared), counters.jsonl (the engine's, right before and right after); and "
@@ -192,6 +193,7 @@ class RunDir:
         self.client = path / "inclient" / "bench_client.py"
         self.claims = path / "claims"
         self.used = path / "used.json"
+        self.profile = path / "profile"
 
     @property
     def run_id(self) -> str:
