@@ -20,6 +20,7 @@ from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
 from isambard_serve.plan import Need, Plan
 from isambard_serve.records import HOLDERS, Jobs, SubmittedJob
+from isambard_serve.resend import neighbours
 from isambard_serve.run import Outline, RunDir, Runs, job_name, point_name, read_record, write_whole
 from isambard_serve.slurm import Slurm
 from isambard_serve.sweep import sweep
@@ -209,7 +210,7 @@ def cancel(run: RunDir, slurm: Slurm | None) -> None:
             run.record("cancel", "cancelled", reason="cancelled on request")
         Local().cancel([holder] if holder else [])
         return
-    before, behind = _neighbours(run, plan)
+    before, behind = neighbours(run, plan.ladder)
     if before and behind and holder:
         slurm.depend(behind, f"afterany:{before},afterany:{holder}")
     end_jobs(run, slurm)
@@ -221,17 +222,6 @@ def end_jobs(run: RunDir, slurm: Slurm) -> None:
     ids = run.job_ids()
     _cancel_unheard(run, slurm)
     slurm.cancel(ids[role] for role in ("sweep", *HOLDERS) if role in ids)
-
-
-def _neighbours(run: RunDir, plan: Outline) -> tuple[str | None, str | None]:
-    """The serve jobs of the nearest rungs before and behind ``run`` that nobody has cancelled."""
-    rungs = [RunDir(run.path.parent / run_id) for run_id in plan.ladder]
-    place = plan.ladder.index(run.run_id) if plan.ladder else 0
-
-    def nearest(side: Sequence[RunDir]) -> str | None:
-        return next((rung.job_ids().get("serve") for rung in side if not rung.read_events(["cancel"])), None)
-
-    return nearest(rungs[:place][::-1]), nearest(rungs[place + 1:])
 
 
 def cancel_ladder(rungs: Sequence[RunDir], slurm: Slurm | None) -> None:

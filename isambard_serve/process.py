@@ -9,12 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.records import Record
+
+KILLED_S = 1.0
+"""How long to wait for a killed program to be gone."""
 
 
 class Completed(Record, frozen=True):
@@ -48,6 +53,42 @@ def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -
     except subprocess.TimeoutExpired as error:
         raise HostError(f"{argv[0]} gave no answer within {timeout_s:.0f} s") from error
     return Completed(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def together(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], timeout_s: float) -> list[Completed | None]:
+    """Runs programs (with their variables) side by side, without a shell and without input.
+
+    None: it gave no answer within ``timeout_s``. It is killed, and not waited for: what hangs inside a driver cannot
+    be killed.
+
+    Raises:
+        NoProgramError: there is no such program, or it may not be run.
+    """
+    with contextlib.ExitStack() as files:
+        running = []
+        for argv, env in commands:
+            output = [files.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            try:
+                child = subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output[0],
+                                         stderr=output[1], process_group=0)
+            except OSError as error:
+                raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
+            running.append((child, output))
+        deadline = time.monotonic() + timeout_s
+        return [_gathered(child, output, deadline) for child, output in running]
+
+
+def _gathered(child: subprocess.Popen[bytes], output: Sequence[IO[bytes]], deadline: float) -> Completed | None:
+    returncode = ended(child, max(0.0, deadline - time.monotonic()))
+    if returncode is None:
+        _signal_group(child, signal.SIGKILL)
+        ended(child, KILLED_S)
+        return None
+    texts = []
+    for file in output:
+        file.seek(0)
+        texts.append(file.read().decode(errors="replace"))
+    return Completed(returncode=returncode, stdout=texts[0], stderr=texts[1])
 
 
 def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, bound: bool = False) -> subprocess.Popen[bytes]:

@@ -40,7 +40,7 @@ FILES = {
     "submitit/": "submitit's own: the pickled sweep, its log and result",
     "events/": "what happened, one file a writer: submit, serve, sweep, inside, task, cancel",
     "claims/": "who measures: numbered claims (the highest holds) and their heartbeats",
-    "node.json": "where the engine runs: node, GPUs, NUMA map, limits, what is bound where, and the slots filled there",
+    "node.json": "where the engine runs: node, its GPUs and their health, NUMA map, what is bound where, slots",
     "binding.json": "whether each of the engine's processes is where it belongs, looked at once it is ready",
     "slots.sh": "the slots, for the script",
     "api.key": "the key that the engine demands; never collected",

@@ -105,7 +105,8 @@ def _used(run: RunDir, plan: Outline, slurm: Slurm | None, ids: dict[str, str]) 
 
 def _node_hours(run: RunDir, plan: Outline, *, ended: bool) -> float | None:
     """What the serve job has held, by the run's own clock: from its first event to its last, or to now."""
-    times = [event.time for event in run.read_events(HOLDERS)]
+    events, _ = state.since_resent(run.read_events(HOLDERS))
+    times = [event.time for event in events]
     if not times:
         return None
     held_s = (times[-1] if ended else time.time()) - times[0]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from isambard_serve import __version__
+from isambard_serve import __version__, health
 from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
+from isambard_serve.health import BadNode
 from isambard_serve.records import Row, Writer
 from isambard_serve.run import RunDir
 from isambard_serve.slurm import Slurm
@@ -274,6 +276,14 @@ def test_binding_can_be_left_out_to_measure_its_gain(cluster: Cluster, user_file
     unbound = cluster("submit", "bound", "--dry-run", "--no-numa-bind").stdout
     assert ("--no-numa-bind" in unbound, "membind" in unbound) == (True, False)
     assert "MEMBIND /opt/engine/bin/vllm serve" in cluster("plan", "bound").stdout
+
+
+def test_a_node_that_was_found_bad_of_late_is_left_out_and_said_so(cluster: Cluster) -> None:
+    bad = BadNode(node="nid003", time=time.time(), run_id="r1", faults=("GPU x: it hangs",))
+    health.remember(cluster.runs_dir, bad)
+    done = cluster("submit", "small", "--dry-run")
+    assert "#SBATCH --exclude='nid[001-002],nid003'\n" in done.stdout
+    assert done.stderr == "note: nid003 is left out, where run r1 found: GPU x: it hangs\n"
 
 
 @pytest.fixture
