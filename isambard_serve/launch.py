@@ -15,10 +15,11 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from isambard_serve import controller, recipe, render
+from isambard_serve import controller, process, recipe, render
+from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
-from isambard_serve.plan import Need, Plan
+from isambard_serve.plan import Plan
 from isambard_serve.records import HOLDERS, Jobs, SubmittedJob
 from isambard_serve.resend import neighbours
 from isambard_serve.run import Outline, RunDir, Runs, job_name, point_name, read_record, write_whole
@@ -103,11 +104,14 @@ def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
         shutil.copytree(before.points / name, run.points / name)
 
 
-def check_needs(needs: Iterable[Need]) -> None:
-    """Raises UsageError when a file that the job will need is not there: better now than when GPUs are held."""
+def check_needs(needs: Iterable[Need], runner: process.Runner = process.run) -> None:
+    """Raises UsageError when something that the job will need is not there: better now than when GPUs are held."""
     for need in needs:
-        if not Path(need.path).exists():
-            raise UsageError(f"{need.what} not found", where=need.path, remedy=need.remedy)
+        there = (Path(need.path).exists() if need.path is not None
+                 else runner(need.command, env=os.environ).returncode == 0)
+        if not there:
+            raise UsageError(f"{need.what} not found", where=need.path or shlex.join(need.command),
+                             remedy=need.remedy)
 
 
 Rung = tuple[Plan, recipe.Recipe]

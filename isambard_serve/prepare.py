@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from isambard_serve import binding, process, slurm, topology
+from isambard_serve import binding, nodelocal, process, slurm, topology
 from isambard_serve import health as gpuhealth
 from isambard_serve.binding import Binding
 from isambard_serve.errors import HostError, ServeError
@@ -149,6 +149,7 @@ def prepare(run: RunDir, root: Path = Path("/")) -> bool:
                                                     faults=facts.health.faults))
         resend(run, plan, facts.node, why, Slurm(slurm.environment(plan.export, os.environ)))
         return False
+    nodelocal.make(plan)
     for remark in (facts.binding.impossible, *facts.remarks):
         if remark:
             run.record("serve", "note", reason=remark)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -94,13 +95,25 @@ def _gathered(child: subprocess.Popen[bytes], output: Sequence[IO[bytes]], deadl
 def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, bound: bool = False) -> subprocess.Popen[bytes]:
     """Starts ``argv`` in a process group of its own, its output appended to ``log``.
 
+    Its input says nothing, and ends when this process does, by whatever cause: a lifeline that reaches further than
+    signals do, into other steps and containers.
+
     Args:
         bound: the kernel ends it (TERM) when this thread dies, by whatever cause; on Linux only.
     """
-    with open(log, "ab") as output:
-        return subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output,
-                                stderr=subprocess.STDOUT, process_group=0,
-                                preexec_fn=_die_with_parent if bound and sys.platform == "linux" else None)
+    reading, writing = os.pipe()
+    try:
+        with open(log, "ab") as output:
+            child = subprocess.Popen(argv, env=dict(env), stdin=reading, stdout=output, stderr=subprocess.STDOUT,
+                                     process_group=0,
+                                     preexec_fn=_die_with_parent if bound and sys.platform == "linux" else None)
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    weakref.finalize(child, os.close, writing)
+    return child
 
 
 def converse(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -47,9 +47,12 @@ def _directive(item: tuple[str, str | bool]) -> _Ready:
 def _command(words: Sequence[Word]) -> _Ready:
     """``words`` as a command: each flag on a line of its own, with its values."""
     lines: list[list[str]] = [[]]
+    whole = False  # the line is a flag that has its value already
     for word in words:
-        if word.many if isinstance(word, Slot) else word.startswith("--"):
+        flag = word.many if isinstance(word, Slot) else word.startswith("--")
+        if flag or whole:
             lines.append([])
+        whole = flag and "=" in str(word)
         lines[-1].append(quoted(word))
     return _Ready(" \\\n    ".join(" ".join(line) for line in lines if line))
 

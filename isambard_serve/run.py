@@ -46,8 +46,10 @@ FILES = {
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",
     "samples.jsonl": "the engine's metrics, once a second; of a simulated engine ten times",
-    "engine/": "the engine's log, and facts/: what each of its processes says of itself, from inside",
-    "inengine/": "what runs inside the engine: the plugin that writes the facts, and the guard of its routes",
+    "engine/": "the engine's log, facts/: what each of its processes says of itself, from inside, and with podman the "
+               "process id of its container",
+    "inengine/": "what runs inside the engine: the plugin that writes the facts, the guard of its routes, and the "
+                 "first program in its container",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
     "profile/": "traces of the torch profiler, of a run with --profile-at",
     "inclient/": "the load generator's program, as it ran beside the engine",
@@ -187,6 +189,7 @@ class RunDir:
         self.samples = path / "samples.jsonl"
         self.engine = path / "engine"
         self.engine_log = self.engine / "engine.log"
+        self.container_pid = self.engine / "container.pid"
         self.facts = self.engine / "facts"
         self.inengine = path / "inengine"
         self.points = path / "points"

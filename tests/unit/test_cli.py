@@ -229,8 +229,8 @@ def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
 def test_a_plan_from_afar_names_the_values_that_are_only_examples(cluster: Cluster) -> None:
     result = cluster("plan", "tp4", "--site", "isambard-ai", "--json")
     assert json.loads(result.stdout)["plans"][0]["site"] == "isambard-ai"
-    assert result.stderr == ("note: PROJECTDIR, SCRATCHDIR not set here; isambard-ai's example values are shown in "
-                             "their place\n")
+    assert result.stderr == ("note: PROJECTDIR, SCRATCHDIR, UID not set here; isambard-ai's example values are shown "
+                             "in their place\n")
     assert "$SCRATCHDIR is not set" in cluster("submit", "tp4", "--site", "isambard-ai", code=2).stderr
 
 

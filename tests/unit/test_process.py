@@ -106,6 +106,31 @@ def test_one_of_several_programs_that_is_not_there_is_an_error() -> None:
         process.together([(["/no/such"], ENV)], 5)
 
 
+def test_a_started_programs_input_says_nothing_and_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    # It ignores every signal that may tell it: the end of its input alone does.
+    inner = "trap '' TERM HUP INT; echo up; cat; echo ended"
+    code = ("import os, pathlib, time; from isambard_serve import process; child = process.start(['sh', '-c', "
+            f"{inner!r}], env=os.environ, log=pathlib.Path({str(log)!r})); time.sleep(60)")
+    starter = process.start([sys.executable, "-c", code], env={**ENV, "PYTHONPATH": os.pathsep.join(sys.path)},
+                            log=tmp_path / "other")
+    wait_until(log.exists, 10, "the program", interval_s=0.01)
+    wait_until(lambda: log.read_text() == "up\n", 10, "its first word", interval_s=0.01)
+    starter.kill()
+    starter.wait()
+    wait_until(lambda: log.read_text() == "up\nended\n", 10, "its end", interval_s=0.01)
+
+
+def test_a_program_that_cannot_be_started_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        process.start(["no-such-program"], env=ENV, log=tmp_path / "log")
+    child = process.start(["true"], env=ENV, log=tmp_path / "log")
+    child.wait()
+    del child
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_stopping_what_has_ended_already_tells_its_exit_code(tmp_path: Path) -> None:
     child = process.start(["sh", "-c", "exit 5"], env=ENV, log=tmp_path / "log")
     child.wait()

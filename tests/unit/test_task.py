@@ -12,8 +12,8 @@ import pytest
 
 from isambard_serve import launch, local, shipped, status, task
 from isambard_serve import site as sites
+from isambard_serve.container import Need
 from isambard_serve.errors import HostError, UsageError
-from isambard_serve.plan import Need
 from isambard_serve.run import Outline, RunDir, Runs, read_record
 from isambard_serve.slurm import Slurm
 from isambard_serve.task import TaskPlan
