@@ -60,6 +60,7 @@ soak: venv
 
 benchmarks: venv
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python -m benchmarks.between_points
 
 # What a bare GPU machine lacks, for tests/gpu/README.md.
 device-libs: venv

@@ -22,7 +22,6 @@ import argparse
 import array
 import asyncio
 import contextlib
-import gc
 import http.client
 import importlib
 import json
@@ -149,7 +148,6 @@ def measure(request: dict[str, Any], requests: Requests, parser: argparse.Argume
         except Exception:  # noqa: BLE001 - whatever it is, the log has it
             traceback.print_exc()
         answer["after"] = metrics(request["metrics"])
-    gc.unfreeze()  # the benchmark freezes what there is each time it starts: a leak in one that starts often
     return answer
 
 

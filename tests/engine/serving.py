@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from isambard_serve import plan, recipe, run, site
+from isambard_serve.plan import Plan
 from tests.engine import make_tiny_model
 from tests.support.processes import stop
 from tests.support.waiting import wait_until
@@ -80,6 +83,15 @@ def environment(folder: Path) -> dict[str, str]:
     """Our variables, changed so that the engine or its benchmark writes nowhere but in `folder`."""
     inside = {"HOME": str(folder), "TMPDIR": str(folder)}
     return os.environ | inside | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def tiny_plan(venv: Path, runs_dir: Path, *assignments: str) -> Plan:
+    """The plan of the recipe `tiny` with the engine of `venv` on this machine."""
+    chosen, _ = recipe.load("tiny", assignments)
+    container = site.Container(runtime="none", command=(str(venv / "bin/vllm"),))
+    here = site.Site(name="here", description="this machine", scheduler="local", node=site.Node(gpus=1, cpus=1),
+                     runs_dir=str(runs_dir), container=container, sweep=site.Sweep(gpus=0, load_generator_cpus=1))
+    return plan.make(chosen, here, run_id=run.new_id("tiny"), runs_dir=str(runs_dir), python=sys.executable)
 
 
 def _healthy(server: subprocess.Popen[bytes], engine: Engine) -> bool:
