@@ -63,8 +63,7 @@ def _type(hint: Any) -> str:
     text = str(hint)
     for old, new in (("typing.", ""), ("Annotated[int, msgspec.Meta(ge=1)]", "int ≥ 1"), (", ...]", "]"),
                      ("tuple[", "list["), ("Annotated[list[int ≥ 1], msgspec.Meta(min_length=1)]",
-                                           "list[int ≥ 1], not empty"), (" | ", " or "),
-                     ("isambard_serve.records.", "")):
+                                           "list[int ≥ 1], not empty"), (" | ", " or ")):
         text = text.replace(old, new)
     return text
 
@@ -114,11 +113,7 @@ A row is `valid` unless a rule refutes it (`reasons`). A rule that cannot be jud
 ## Names in JSON and CSV
 
 {keys(records.Run)}
-{keys(records.Row)}
-{keys(records.Trace)}
-{keys(records.RankTrace)}
-{keys(records.Bucket)}
-{keys(records.UnmatchedKernel)}"""
+{keys(records.Row)}"""
 
 
 def main() -> int:

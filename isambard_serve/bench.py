@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
+from isambard_serve.enginerules import power_capped
+from isambard_serve.evidence import Evidence, Measured
+from isambard_serve.loadrules import increase
 from isambard_serve.plan import Plan, Point, filled
 from isambard_serve.records import Row, Sample
-from isambard_serve.validity import Measured, increase, judge
+from isambard_serve.validity import judge
 
 RESULT = "bench.json"
 ATTEMPT_SEEDS = 100_000_000
@@ -59,7 +62,7 @@ def result(folder: Path) -> dict[str, Any] | None:
 
 
 def row(plan: Plan, point: Point, *, node: str, bench: dict[str, Any] | None, returncode: int | None,
-        window: Sequence[Sample]) -> Row:
+        window: Sequence[Sample], evidence: Evidence | None = None) -> Row:
     """The row of ``point``.
 
     Args:
@@ -67,14 +70,15 @@ def row(plan: Plan, point: Point, *, node: str, bench: dict[str, Any] | None, re
         bench: the benchmark's own JSON, if it left one.
         returncode: how its command ended; None if it had to be ended.
         window: the engine's samples from before the first request to after the last.
+        evidence: what else was seen meanwhile.
     """
-    reasons, unknown = judge(Measured(bench=bench, returncode=returncode, point=point, isl=plan.isl, osl=plan.osl,
-                                      min_window_s=plan.limits.window_s, window=tuple(window)))
-
-    def number(key: str) -> float | None:
-        value = (bench or {}).get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
+    measured = Measured(
+        bench=bench, returncode=returncode, point=point, isl=plan.isl, osl=plan.osl,
+        min_window_s=plan.limits.window_s, window=tuple(window), expect=plan.expect, ranks=plan.ranks,
+        version=None if plan.simulated else plan.engine_version, variables=plan.environment,
+        evidence=evidence or Evidence())
+    judgement = judge(measured)
+    number = measured.number
     output_tok_s = number("output_throughput")
     tpot_ms = number("median_tpot_ms")
     duration_s = number("duration")
@@ -101,7 +105,10 @@ def row(plan: Plan, point: Point, *, node: str, bench: dict[str, Any] | None, re
         time_scale=number("time_scale") or 1.0,
         node_hours=node_hours,
         output_tok_per_node_hour=tokens / node_hours if node_hours and tokens is not None else None,
-        valid=not reasons,
-        reasons=tuple(reasons),
-        unknown=tuple(unknown),
+        power_capped=power_capped(measured),
+        valid=not judgement.reasons,
+        reasons=judgement.reasons,
+        unknown=judgement.unknown,
+        not_applicable=judgement.not_applicable,
+        details=judgement.details,
     )

@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 
-from isambard_serve.records import Sample
+from isambard_serve.records import GpuSample, Sample
 
 _SUMS = {
     "vllm:num_requests_running": "running",
@@ -74,6 +74,21 @@ class EngineClient:
             good = False
         if not good:
             raise EngineUnreachableError(f"/v1/completions: no completion in {answer[:200]!r}")
+
+    def simulated_gpus(self, timeout_s: float = 5.0) -> list[GpuSample]:
+        """One look at each GPU of a simulated engine.
+
+        Raises:
+            EngineUnreachableError: no answer.
+        """
+        from prometheus_client.parser import text_string_to_metric_families
+
+        lines = self._ask("/metrics", timeout_s=timeout_s).decode().splitlines(keepends=True)
+        wanted = "".join(line for line in lines if line.startswith("sim:gpu_clock_reasons"))
+        return [GpuSample(time=time.time(), gpu=labels["gpu"], sm_mhz=float(labels["sm_mhz"]),
+                          power_w=float(labels["power_w"]), temperature_c=float(labels["temperature_c"]),
+                          reasons=int(value))
+                for family in text_string_to_metric_families(wanted) for _, labels, value, *_ in family.samples]
 
     def sample(self, timeout_s: float = 5.0) -> Sample:
         """One reading of ``/metrics``.

@@ -15,6 +15,7 @@ from isambard_serve.claim import Claim, SupersededError
 from isambard_serve.client import Client, Load
 from isambard_serve.engine import EngineClient, EngineUnreachableError
 from isambard_serve.errors import ServeError
+from isambard_serve.evidence import CLIENT, Observer
 from isambard_serve.plan import Plan, Point
 from isambard_serve.records import Row, Sample, Writer
 from isambard_serve.run import RunDir, append_line, read_lines, write_once, write_whole
@@ -29,7 +30,6 @@ DRAIN_S = 60.0
 PROOF_S = 15.0
 """How long to wait for a sign that the engine outlived a point that went wrong."""
 
-CLIENT = "client.json"
 COUNTERS = "counters.jsonl"
 
 WARMUP_LONG = 16
@@ -116,9 +116,11 @@ class Loop:
         folder = self._run.points / point.name
         folder.mkdir(mode=0o700, exist_ok=True)
         for attempt in range(ATTEMPTS):
+            observer = Observer(self._run)
             returncode, window = self._generate(point, folder, (self._claim.number - 1) * ATTEMPTS + attempt)
             result = bench.result(folder)
-            kept = bench.row(self._plan, point, node=self._node, bench=result, returncode=returncode, window=window)
+            kept = bench.row(self._plan, point, node=self._node, bench=result, returncode=returncode, window=window,
+                             evidence=observer.gathered(folder, window))
             if not kept.valid:
                 self._check_engine_outlived(point)
             if result is not None or returncode is None:

@@ -23,21 +23,30 @@ END_MARGIN_S = 180
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)$")
 
 
 class Engine(Record, frozen=True):
-    """vLLM: its version, the flags and environment it gets, and ``extra_args`` that are passed unchecked.
-
-    ``overlay`` is a folder of Python packages that go before the installed ones: a patched vLLM, for instance. Its
-    path is absolute, or ``./`` or ``../`` from the recipe's folder.
-    """
+    """vLLM: its version, the flags and environment it gets, and ``extra_args`` that are passed unchecked."""
 
     version: str
     args: dict[str, Scalar | list[Scalar] | dict[str, Any]] = {}
     env: dict[str, str] = {}
     extra_args: tuple[str, ...] = ()
-    overlay: str | None = None
+
+
+class Expect(Record, frozen=True):
+    """What the engine must really run with, on every rank; rows of one that does not are not valid.
+
+    What is left out is not asked about. ``moe_backend`` and ``attention_backend`` are vLLM's names (``marlin``,
+    ``FLASHMLA_SPARSE_DSV4``); a model may have other attention backends beside the one that is named.
+    ``kv_cache_dtype`` ``fp8`` stands for all of vLLM's fp8 layouts. ``input_quant`` is what the experts' input is
+    quantised to: ``float8e4m3 group 128``, or ``none``.
+    """
+
+    moe_backend: str | None = None
+    attention_backend: str | None = None
+    kv_cache_dtype: str | None = None
+    input_quant: str | None = None
 
 
 class Resources(Record, frozen=True):
@@ -80,11 +89,7 @@ class Bench(Record, frozen=True):
 
 
 class Recipe(Record, frozen=True):
-    """A whole recipe.
-
-    ``model`` is a hub name, or a path: absolute, or ``./`` or ``../`` from the recipe's folder. ``image`` is a
-    registry's reference, or the path of a SIF, likewise.
-    """
+    """A whole recipe. ``model`` is a hub name, or a path: absolute, or ``./`` or ``../`` from the recipe's folder."""
 
     name: str
     description: str
@@ -93,6 +98,7 @@ class Recipe(Record, frozen=True):
     resources: Resources
     bench: Bench
     image: str | None = None
+    expect: Expect = Expect()
 
 
 def seconds(text: str, where: str) -> int:
@@ -165,14 +171,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
-    def anchored(table: dict[str, Any], *keys: str) -> dict[str, Any]:
-        relative = {key: path for key in keys if isinstance(path := table.get(key), str)
-                    and path.isprintable() and path.startswith(("./", "../"))}
-        return {**table, **{key: str((folder / path).resolve()) for key, path in relative.items()}}
-
-    engine = value.get("engine")
-    whole = {**value, "engine": anchored(engine, "overlay")} if isinstance(engine, dict) else value
-    return anchored(whole, "model", "image")
+    model = value.get("model")
+    if isinstance(model, str) and model.isprintable() and model.startswith(("./", "../")):
+        return {**value, "model": str((folder / model).resolve())}
+    return value
 
 
 def _check(recipe: Recipe, where: str) -> list[str]:
@@ -189,14 +191,6 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")
-        if _SECRET.search(variable):
-            raise UsageError("a secret would be written into the run's files and scripts",
-                             where=f"{where}: engine.env.{variable}",
-                             remedy="keep it in a file that only you can read, and name that: HF_TOKEN_PATH")
-    overlay = recipe.engine.overlay
-    if overlay is not None and not (overlay.startswith("/") and overlay.isprintable() and ":" not in overlay):
-        raise UsageError(f"{overlay!r} is no path of a folder that can be on PYTHONPATH",
-                         where=f"{where}: engine.overlay", remedy="write it absolute, or ./FOLDER beside the recipe")
     _check_times(recipe, where)
     _check_bench(recipe, where)
     warnings = [flags.check(recipe.engine.args, recipe.engine.version, where), _check_shape(recipe, where)]
@@ -238,15 +232,20 @@ def _check_bench(recipe: Recipe, where: str) -> None:
 
 def _check_shape(recipe: Recipe, where: str) -> str | None:
     """A warning if the parallel shape leaves GPUs idle; raises UsageError if it needs more than are asked for."""
-    ranks = 1
+    needed, gpus = ranks(recipe), recipe.resources.gpus
+    if needed > gpus:
+        raise UsageError(f"its parallel shape needs {needed} GPUs, it asks for {gpus}",
+                         where=f"{where}: resources.gpus", remedy=f"set resources.gpus={needed}, or shrink the shape")
+    return f"its parallel shape uses {needed} of the {gpus} GPUs that it asks for" if needed < gpus else None
+
+
+def ranks(recipe: Recipe) -> int:
+    """How many workers the engine has by its parallel shape: TP × PP × DP."""
+    product = 1
     for key in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
         size = recipe.engine.args.get(key, 1)
-        ranks *= size if isinstance(size, int) else 1
-    gpus = recipe.resources.gpus
-    if ranks > gpus:
-        raise UsageError(f"its parallel shape needs {ranks} GPUs, it asks for {gpus}",
-                         where=f"{where}: resources.gpus", remedy=f"set resources.gpus={ranks}, or shrink the shape")
-    return f"its parallel shape uses {ranks} of the {gpus} GPUs that it asks for" if ranks < gpus else None
+        product *= size if isinstance(size, int) else 1
+    return product
 
 
 def locked(recipe: Recipe) -> str:

@@ -27,12 +27,8 @@ State = Literal[
     "submitted", "started", "loading", "ready", "measuring", "stopping", "done", "failed", "cancelled", "unknown"
 ]
 
-Writer = Literal["submit", "serve", "sweep", "inside", "task", "cancel"]
-"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, a task, ``cancel``.
-"""
-
-HOLDERS: tuple[Literal["serve", "task"], ...] = ("serve", "task")
-"""The job that a run stands and falls with, by what it does: a run has one of the two."""
+Writer = Literal["submit", "serve", "sweep", "inside", "cancel"]
+"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, ``cancel``."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,7 +82,8 @@ class EngineFacts(Record, frozen=True):
 
     A process may be EngineCore and worker in one. ``pid`` and ``ppid`` are those of its own pid namespace;
     ``ns_pids`` are its pids from the outermost namespace that it sees to its own. ``cpus_allowed`` and
-    ``mems_allowed`` are the kernel's lists, such as ``0-71,144-215``. ``rank`` counts within the DP replica.
+    ``mems_allowed`` are the kernel's lists, such as ``0-71,144-215``. ``rank`` counts within the DP replica;
+    ``device_type`` is what it computes on, ``cuda`` or ``cpu``.
     ``environment`` has no secrets. The kernels (``moe_backend``, ``attention_backend``, ``kv_cache_dtype``,
     ``input_quant``: what the experts' input is quantised to) are those of all layers of a worker's model, without
     repetition; an empty list says that the model has no such layer.
@@ -105,6 +102,7 @@ class EngineFacts(Record, frozen=True):
     local_rank: int | None
     cpus_allowed: str | None
     mems_allowed: str | None
+    device_type: str | None
     device: Device | None
     environment: dict[str, str]
     moe_backend: tuple[str, ...] | None
@@ -125,14 +123,26 @@ class ClientFacts(Record, frozen=True):
     loop_lag_p99_ms: float | None
 
 
+class GpuSample(Record, frozen=True):
+    """One look at a GPU (a line of ``gpus.jsonl``): ``gpu`` is its UUID, ``reasons`` NVML's bits for a low clock."""
+
+    time: float
+    gpu: str
+    sm_mhz: float
+    power_w: float
+    temperature_c: float
+    reasons: int
+
+
 class Row(Record, frozen=True):
     """One measured point. ``None`` where the benchmark gave no number.
 
     ``tok_s_per_user`` is 1000 / median TPOT in ms; ``node_hours`` and ``output_tok_per_node_hour`` cover the
     measured window alone. ``valid`` is true only if no rule refuted the row (``reasons``); ``unknown`` names the
-    rules that could not be judged. ``simulated``: the engine was, and no number is a measurement; its clock runs
-    ``time_scale`` times as fast as the wall's. ``run_id`` and ``node`` are where it was measured, also when another
-    run has taken it over.
+    rules that could not be judged, ``not_applicable`` those that mean nothing here, and ``details`` says for each of
+    the three what was found. ``power_capped`` is the share of looks at the GPUs that found their clocks lowered by
+    the power cap. ``simulated``: the engine was, and no number is a measurement; its clock runs ``time_scale`` times
+    as fast as the wall's. ``run_id`` and ``node`` are where it was measured, also when another run has taken it over.
     """
 
     run_id: str
@@ -155,14 +165,17 @@ class Row(Record, frozen=True):
     time_scale: float
     node_hours: float | None
     output_tok_per_node_hour: float | None
+    power_capped: float | None
     valid: bool
     reasons: tuple[str, ...]
     unknown: tuple[str, ...]
+    not_applicable: tuple[str, ...]
+    details: dict[str, str]
     schema: str = "isambard-serve/row/1"
 
 
 class Run(Record, frozen=True):
-    """A run as ``status`` and ``collect`` report it.
+    """A run as ``status`` and ``collect`` report it. ``points_invalid`` counts those with a row that is not valid.
 
     ``ladder`` is the run id of the ladder's first rung, if the run is one of several that were submitted together.
     ``node_hours`` is what its jobs have held so far: by the site's accounting (``sacct``) once all have ended there,
@@ -183,6 +196,7 @@ class Run(Record, frozen=True):
     directory: str
     points_done: int
     points_planned: int
+    points_invalid: int
     binding: str | None
     schema: str = "isambard-serve/run/1"
 
@@ -201,7 +215,7 @@ class Endpoint(Record, frozen=True):
 class SubmittedJob(Record, frozen=True):
     """One job's line in ``jobs.json``: written before its submission (no ``job_id``) and again after it."""
 
-    role: Literal["serve", "sweep", "task", "controller"]
+    role: Literal["serve", "sweep", "controller"]
     job_id: str | None
     time: float
 
@@ -212,66 +226,6 @@ class Jobs(Record, frozen=True):
     jobs: tuple[SubmittedJob, ...] = ()
     complete: bool = False
     schema: str = "isambard-serve/jobs/1"
-
-
-class Bucket(Record, frozen=True):
-    """What one bucket of kernels takes of a step, in ms: only time in which no other bucket has it (``trace``).
-
-    ``share`` is that of the whole step, ``launches`` how many kernels a step starts (None for ``idle``), ``floor_ms``
-    the least that they could take on this GPU; None where that is not known.
-    """
-
-    name: str
-    ms: float
-    share: float
-    launches: float | None
-    floor_ms: float | None
-
-
-class UnmatchedKernel(Record, frozen=True):
-    """A kernel that no pattern of the table matches: what it takes of a step, and how often a step starts it."""
-
-    name: str
-    ms: float
-    launches: float
-
-
-class RankTrace(Record, frozen=True):
-    """One GPU's trace. All but ``kernels`` and ``kernel_ms``, which are of all that was recorded, is of a steady step.
-
-    ``kernel_ms`` adds up the kernels' durations: what overlaps counts twice. ``found_by`` says how the steps were
-    found (by ``nothing``: all is taken for one step), ``left_out`` how many of them were not steady. ``hidden_ms`` is
-    how long kernels meant for the background, comms above all, ran behind others; their bucket has only the rest.
-    """
-
-    rank: int
-    path: str
-    gpu: str | None
-    kernels: int
-    kernel_ms: float
-    found_by: Literal["marks", "graphs", "repetition", "nothing"]
-    steps: int
-    left_out: int
-    step_ms: float
-    busy_ms: float
-    launches: float
-    buckets: tuple[Bucket, ...]
-    hidden_ms: dict[str, float]
-    unmatched_ms: float
-    unmatched: tuple[UnmatchedKernel, ...]
-
-
-class Trace(Record, frozen=True):
-    """Where a steady step's time goes: the mean over ``ranks``. ``steps``: of how many on the rank with fewest.
-
-    The buckets and what is unmatched add up to ``step_ms``. ``unmatched_share`` is that of the GPUs' busy time.
-    """
-
-    ranks: tuple[RankTrace, ...]
-    steps: int
-    step_ms: float
-    buckets: tuple[Bucket, ...]
-    unmatched_share: float
 
 
 def document(kind: str, **content: Any) -> bytes:

@@ -14,8 +14,9 @@ from isambard_serve import state
 from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
 from isambard_serve.local import Local
-from isambard_serve.records import HOLDERS, Run
-from isambard_serve.run import Outline, RunDir, read_record, write_whole
+from isambard_serve.plan import Plan
+from isambard_serve.records import Run
+from isambard_serve.run import RunDir, read_record, write_whole
 from isambard_serve.slurm import JobState, Slurm, Use
 
 ENDS = ("done", "failed", "cancelled")
@@ -31,7 +32,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         slurm: asked about jobs whose files do not say that the run has ended; None asks nobody. Jobs that are
             processes of this machine are looked for in any case.
     """
-    plan = read_record(run.plan, Outline)
+    plan = read_record(run.plan, Plan)
     events = run.read_events()
     jobs = run.read_jobs()
     ids = run.job_ids()
@@ -65,6 +66,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         directory=str(run.path),
         points_done=sum(1 for _ in run.points.glob("*/row.json")),
         points_planned=len(plan.points),
+        points_invalid=sum(not row.valid for row in run.read_rows()),
         binding=_binding(run),
     )
 
@@ -78,13 +80,13 @@ def _binding(run: RunDir) -> str | None:
 def _silence_s(run: RunDir) -> float | None:
     """Seconds since the engine's node wrote anything; None if it never has."""
     newest = 0.0
-    for path in (run.samples, *(run.events / f"{holder}.jsonl" for holder in HOLDERS), run.engine_log, run.task_log):
+    for path in (run.samples, run.events / "serve.jsonl", run.engine_log):
         with contextlib.suppress(OSError):
             newest = max(newest, path.stat().st_mtime)
     return time.time() - newest if newest else None
 
 
-def _used(run: RunDir, plan: Outline, slurm: Slurm | None, ids: dict[str, str]) -> dict[str, Use]:
+def _used(run: RunDir, plan: Plan, slurm: Slurm | None, ids: dict[str, str]) -> dict[str, Use]:
     """What the run's jobs have held, by the accounting; empty until it knows that all have ended.
 
     What it says once is kept in the run directory, and it is asked no oftener than the site allows.
@@ -103,10 +105,9 @@ def _used(run: RunDir, plan: Outline, slurm: Slurm | None, ids: dict[str, str]) 
     return used
 
 
-def _node_hours(run: RunDir, plan: Outline, *, ended: bool) -> float | None:
+def _node_hours(run: RunDir, plan: Plan, *, ended: bool) -> float | None:
     """What the serve job has held, by the run's own clock: from its first event to its last, or to now."""
-    events, _ = state.since_resent(run.read_events(HOLDERS))
-    times = [event.time for event in events]
+    times = [event.time for event in run.read_events(["serve"])]
     if not times:
         return None
     held_s = (times[-1] if ended else time.time()) - times[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from isambard_serve.records import Row, Run
+from isambard_serve.run import point_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,8 +38,10 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
         if field.type == float | None:
             # To pandas a column of nothing but None would not be one of numbers.
             table[field.name] = table[field.name].astype("float64")
-    for column in ("reasons", "unknown"):
+    for column in ("reasons", "unknown", "not_applicable"):
         table[column] = table[column].map(" ".join)
+    table["details"] = table["details"].map(
+        lambda details: "; ".join(f"{code}: {why}" for code, why in details.items()))
     return table
 
 
@@ -61,10 +64,12 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         lines.append("SIMULATED: these numbers come from a model of the engine. Nothing was measured.")
     if rows:
         shown = frame(rows)
-        shown["valid"] = [_verdict(row) for row in rows]
+        everywhere = set.intersection(*(set(row.unknown) for row in rows))
+        shown["valid"] = [_verdict(row, everywhere) for row in rows]
         alone = shown["ratio"].isna().all()
         shown = shown[[name for name in _SHOWN if not (alone and name == "ratio")]].rename(columns=_SHOWN)
         lines.append(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:,.2f}"))
+        lines += _explained(rows)
     for run in runs:
         lines.append(f"{run.run_id}: {progress(run)}")
         if run.binding and not run.binding.startswith("not applicable"):
@@ -76,9 +81,9 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 
 def progress(run: Run) -> str:
     """How far a run is, in one line."""
-    parts: list[str] = [run.state]
-    if run.points_planned:
-        parts.append(f"{run.points_done} of {run.points_planned} points")
+    parts = [run.state, f"{run.points_done} of {run.points_planned} points"]
+    if run.points_invalid:
+        parts.append(f"{run.points_invalid} NOT VALID")
     if run.node_hours is not None:
         parts.append(f"{run.node_hours:.3f} node-hours")
     if run.simulated:
@@ -86,8 +91,23 @@ def progress(run: Run) -> str:
     return ", ".join(parts) + (f" - {run.reason}" if run.reason else "")
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: Row, everywhere: Set[str]) -> str:
+    """Whether ``row`` is valid; what is not known ``everywhere`` is said once, below the table."""
     parts = ["yes" if row.valid else f"NO: {' '.join(row.reasons)}"]
-    if row.unknown:
-        parts.append(f"(not known: {' '.join(row.unknown)})")
+    unknown = [code for code in row.unknown if code not in everywhere]
+    if unknown:
+        parts.append(f"(not known: {' '.join(unknown)})")
     return " ".join(parts)
+
+
+def _explained(rows: Sequence[Row]) -> list[str]:
+    """For each rule that some row breaks or that is not known of it: what was found, in the first such row."""
+    lines = []
+    for what, field in (("NO", "reasons"), ("not known", "unknown")):
+        for code in dict.fromkeys(code for row in rows for code in getattr(row, field)):
+            found = [row for row in rows if code in getattr(row, field)]
+            where = f"{found[0].recipe} {point_name(found[0].concurrency, found[0].repeat)}"
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            which = "all rows" if len(found) == len(rows) > 1 else where + more
+            lines.append(f"  {what}: {code} - {found[0].details.get(code, '')} ({which})")
+    return lines

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from isambard_serve import audit, inengine, nodelocal, process, slurm
+from isambard_serve import audit, gpus, inengine, process, slurm
 from isambard_serve.audit import Audit
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
@@ -107,7 +108,6 @@ class Watcher:
         self._plan = plan
         self._client = client
         self._child = child
-        self._root = child.pid
         self._deadline = deadline
         self._terminated = terminated
         self._over = threading.Event()
@@ -120,7 +120,8 @@ class Watcher:
     def watch(self) -> End:
         """Watches until there is a reason to end, and returns it."""
         began = time.monotonic()
-        threads = [threading.Thread(target=target, daemon=True) for target in (self._become_ready, self._sample)]
+        threads = [threading.Thread(target=target, daemon=True)
+                   for target in (self._become_ready, self._sample, self._look_at_gpus)]
         for thread in threads:
             thread.start()
         try:
@@ -211,8 +212,7 @@ class Watcher:
                     self._run.record("serve", "note", reason=f"healthy, but no completion yet: {error}")
                 self._over.wait(5.0)
         self._activity = Activity(time.monotonic())
-        self._root = nodelocal.root_process(self._run, self._child.pid)
-        self._processes = engine_processes(self._root)
+        self._processes = engine_processes(self._child.pid)
         with contextlib.suppress(OSError):
             self._settle()
         self._ready.set()
@@ -227,7 +227,7 @@ class Watcher:
         """Puts the API servers where they belong, and keeps how the binding came out: before any row is judged."""
         try:
             node = read_record(self._run.node, NodeFacts)
-            result = audit.settle(Path("/"), self._root, self._run.read_facts(), node.topology, node.binding)
+            result = audit.settle(Path("/"), self._child.pid, self._run.read_facts(), node.topology, node.binding)
         except (OSError, ServeError) as error:
             result = Audit(findings=(f"could not be looked at: {error}",))
         if result.verdict is False:
@@ -242,16 +242,30 @@ class Watcher:
         self._run.record("serve", "ready", job_id=job_id)
 
     def _sample(self) -> None:
-        """Samples into ``samples.jsonl``, from the moment that the engine is ready."""
-        interval_s = SIMULATED_SAMPLE_S if self._plan.simulated else SAMPLE_S
+        """Samples the engine into ``samples.jsonl``, from the moment that it is ready."""
+        def sample() -> list[Sample]:
+            taken = self._client.sample()
+            self._activity.note(taken, time.monotonic())
+            return [taken]
+
         self._ready.wait()
+        self._repeat(sample, self._run.samples)
+
+    def _look_at_gpus(self) -> None:
+        """Looks at the engine's GPUs into ``gpus.jsonl``; where it has none, or they cannot be seen, nobody does."""
+        self._ready.wait()
+        look = gpus.looker(self._run.read_facts(), self._client, simulated=self._plan.simulated)
+        if look:
+            self._repeat(look, self._run.gpus)
+
+    def _repeat(self, read: Callable[[], Sequence[msgspec.Struct]], path: Path) -> None:
+        interval_s = SIMULATED_SAMPLE_S if self._plan.simulated else SAMPLE_S
         while not self._over.is_set():
             began = time.monotonic()
-            with contextlib.suppress(EngineUnreachableError, ValueError):
-                sample = self._client.sample()
-                self._activity.note(sample, time.monotonic())
-                with contextlib.suppress(OSError):  # a full disk ends no run by itself
-                    append_line(self._run.samples, sample)
+            with contextlib.suppress(EngineUnreachableError, HostError, ValueError):
+                for record in read():
+                    with contextlib.suppress(OSError):  # a full disk ends no run by itself
+                        append_line(path, record)
             self._over.wait(max(0.0, interval_s - (time.monotonic() - began)))
 
 
@@ -292,7 +306,6 @@ def serve(run: RunDir, argv: list[str]) -> int:
         _dismiss_sweep(run)
     finally:
         process.stop(child, STOP_GRACE_S)
-        nodelocal.clear(plan, os.environ)
     if end.event == "done":
         run.record("serve", "done", reason=end.reason, job_id=job_id)
     return end.exit_code

@@ -174,8 +174,28 @@ def _measure(target: _Target, load: Load, *, kept: bool) -> tuple[list[Outcome],
     except _Failure as error:
         return _missing(load, {}, error), Pace(gaps=[], peak_tok_s=0.0), 1.0
     load = msgspec.structs.replace(load, concurrency=concurrency)
-    outcomes, pace = _stream(target, load) if time_scale == 1 else _hand_over(target, load)
-    return outcomes, pace, time_scale
+    if time_scale != 1:
+        return *_hand_over(target, load), time_scale
+    with _busy() if terms["busy"] else contextlib.nullcontext():
+        return *_stream(target, load), time_scale
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[None]:
+    """Keeps one core of this process busy, and its other threads waiting."""
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(1_000_000))
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _missing(load: Load, have: Mapping[int, Outcome], error: object) -> list[Outcome]:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from isambard_serve.inengine.isambard_serve_inengine import facts as plugin
-from isambard_serve.records import EngineFacts
-from isambard_serve.sim.settings import VERSION, Settings
+from isambard_serve.records import Device, EngineFacts
+from isambard_serve.sim.settings import VERSION, Settings, gpu
 
 _LOADED = {"moe_backend": (), "input_quant": (), "attention_backend": ("FLASH_ATTN",), "kv_cache_dtype": ("auto",)}
 
@@ -30,7 +30,7 @@ def write(settings: Settings) -> None:
         data_parallel, tensor_parallel = divmod(rank, settings.shape.tensor_parallel)
         worker = msgspec.structs.replace(
             _facts(settings, "worker"), data_parallel_rank=data_parallel, tensor_parallel_rank=tensor_parallel,
-            rank=tensor_parallel, local_rank=rank, **_kernels(settings, rank))
+            rank=tensor_parallel, local_rank=rank, device_type="cuda", device=_device(rank), **_kernels(settings, rank))
         (folder / f"{os.getpid()}.rank{rank}.json").write_bytes(msgspec.json.encode(worker))
 
 
@@ -42,8 +42,12 @@ def _facts(settings: Settings, role: Literal["api_server", "worker"]) -> EngineF
     return EngineFacts(
         schema=plugin.SCHEMA, time=time.time(), pid=os.getpid(), ppid=os.getppid(), roles=(role,),
         engine_version=VERSION, data_parallel_rank=None, tensor_parallel_rank=None, rank=None, local_rank=None,
-        device=None, environment=variables, moe_backend=None, attention_backend=None, kv_cache_dtype=None,
-        input_quant=None, **plugin.status(errors), errors=tuple(errors))
+        device_type=None, device=None, environment=variables, moe_backend=None, attention_backend=None,
+        kv_cache_dtype=None, input_quant=None, **plugin.status(errors), errors=tuple(errors))
+
+
+def _device(rank: int) -> Device:
+    return Device(name="simulated GPU", uuid=gpu(rank), pci_bus_id=f"00000000:{rank + 1:02X}:00.0")
 
 
 def _kernels(settings: Settings, rank: int) -> Mapping[str, Any]:

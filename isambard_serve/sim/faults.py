@@ -30,6 +30,9 @@ class Faults:
     odd_rank: int | None = None
     lost_variable: str = ""
     no_facts: bool = False
+    throttle: int | None = None
+    busy_client: bool = False
+    hidden_queue: float = 0.0
 
 
 def _share(text: str) -> float:
@@ -89,6 +92,11 @@ KNOWN = {
     "odd-rank": Known("RANK", "1", "has this rank alone run another MoE backend, which no log line tells", _count),
     "lost-variable": Known("NAME", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "keeps this variable from the workers", str),
     "no-facts": Known("", "", "writes no facts, as without the plugin", lambda _: True),
+    "throttle": Known("RANK", "0", "has this rank's GPU lower its clock for heat", _count),
+    "busy-client": Known("", "", "the client spends all of a core on something else (at a time scale of 1)",
+                         lambda _: True),
+    "hidden-queue": Known("SECONDS", "0.5", "holds each request for so long before the engine counts it (at a time "
+                          "scale of 1)", _seconds),
     "slow-client": Known("SHARE", "0.5", "the client reaches this share of the concurrency", _share),
     "compile-in-window": Known("SECONDS", "5", "compiles a kernel in the middle of each point, for so many virtual "
                                "seconds", _seconds),

@@ -34,7 +34,7 @@ class Log:
         """What vLLM says before it loads the model."""
         self.plain(BANNER)
         self.line(f"version {VERSION}  model {settings.model}", "api_utils.py:347")
-        given = {name.replace("-", "_"): value for name, value in settings.given.items()}
+        given = {name.replace("-", "_"): value == "True" or value for name, value in settings.given.items()}
         self.line(f"non-default args: {{'model_tag': {settings.model!r}, {str(given)[1:]}", "api_utils.py:286")
         self.line(f"Resolved architecture: {settings.shape.model.name}", "model.py:733")
         self.line(f"Using max model len {settings.max_model_len}", "model.py:2152")

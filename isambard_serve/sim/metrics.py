@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from isambard_serve.sim.counters import Histogram, RankStatistics
 from isambard_serve.sim.scheduler import Engine, Rank
-from isambard_serve.sim.settings import Settings
+from isambard_serve.sim.settings import Settings, gpu
 
 _COUNTERS: tuple[tuple[str, str, Callable[[RankStatistics], float]], ...] = (
     ("prefix_cache_queries", "Prefix cache queries, in terms of number of queried tokens.",
@@ -61,6 +61,9 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[RankStatistics], Histogram]], ...] 
     ("request_prefill_kv_computed_tokens", "Histogram of new KV tokens computed during prefill.",
      lambda s: s.prefill_computed),
 )
+
+_POWER_CAP, _HEAT = 0x4, 0x20 | 0x4
+"""NVML's bits: GH200s under load run at their power cap."""
 
 _FINISHED = ("stop", "length", "abort", "error", "repetition")
 
@@ -120,6 +123,12 @@ def text(settings: Settings, engine: Engine, virtual_time_s: float) -> str:
     page.value("sim:virtual_time_seconds", virtual_time_s)
     page.family("sim:time_scale", "gauge", "Virtual seconds per real second.")
     page.value("sim:time_scale", settings.time_scale)
+    page.family("sim:gpu_clock_reasons", "gauge", "Why a simulated GPU's clock is low, in NVML's bits.")
+    for rank in range(settings.shape.gpus):
+        hot = rank == settings.faults.throttle
+        page.value("sim:gpu_clock_reasons", _HEAT if hot else _POWER_CAP, gpu=gpu(rank),
+                   power_w="400" if hot else "570", sm_mhz="1200" if hot else "1600",
+                   temperature_c="92" if hot else "60")
     return "\n".join(page.lines) + "\n"
 
 

@@ -162,6 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._accept(body.get("model"), length, wanted)
         if driver.refuses():
             raise _RefusedError(500, "Internal Server Error")
+        time.sleep(self.server.settings.faults.hidden_queue)
         answer = driver.answer(length, wanted, prompt if isinstance(prompt, str) else tuple(prompt))
         if body.get("stream"):
             include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
@@ -203,7 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
         settings = self.server.settings
         number = self.server.driver.begin_point(int(body["prompts"])) if body.get("kept", True) else None
         concurrency = max(1, int(int(body["concurrency"]) * settings.faults.slow_client))
-        self._json({"point": number, "time_scale": settings.time_scale, "concurrency": concurrency})
+        self._json({"point": number, "time_scale": settings.time_scale, "concurrency": concurrency,
+                    "busy": settings.faults.busy_client})
 
     def _sim_load(self, body: Any) -> None:
         """A whole load, run in virtual time: one line of JSON for each outcome, at last one for the pace."""

@@ -16,6 +16,11 @@ VERSION = "0.33.0"
 """The vLLM version whose behaviour, defaults and names are simulated."""
 
 
+def gpu(rank: int) -> str:
+    """The UUID of a rank's simulated GPU."""
+    return f"GPU-simulated-{rank}"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The simulated engine, worked out in full.

@@ -84,7 +84,8 @@ def test_the_worker_names_its_rank_and_its_kernels_and_no_gpu_that_it_has_not(en
     worker = facts(engine)["worker"]
     assert (worker.data_parallel_rank, worker.rank, worker.tensor_parallel_rank, worker.local_rank) == (0, 0, 0, 0)
     assert (worker.moe_backend, worker.input_quant) == ((), ())
-    assert (worker.attention_backend, worker.kv_cache_dtype, worker.device) == (("CPU_ATTN",), ("auto",), None)
+    assert (worker.attention_backend, worker.kv_cache_dtype) == (("CPU_ATTN",), ("auto",))
+    assert (worker.device_type, worker.device) == ("cpu", None)
 
 
 def test_the_key_is_demanded_on_every_route_but_health(engine: Engine) -> None:

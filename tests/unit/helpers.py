@@ -124,7 +124,8 @@ def some_row(**changes: Any) -> Row:
         "output_tok_s_per_gpu": 100.0, "total_tok_s": 300.0, "ratio": None, "tok_s_per_user": 50.0,
         "median_ttft_ms": 10.0, "median_tpot_ms": 20.0, "p99_tpot_ms": 30.0, "kv_cache_usage_max": 0.5,
         "preemptions": 0.0, "duration_s": 36.0, "time_scale": 1.0, "node_hours": 0.0025,
-        "output_tok_per_node_hour": 1e6, "valid": True, "reasons": (), "unknown": (),
+        "output_tok_per_node_hour": 1e6, "power_capped": None, "valid": True, "reasons": (),
+        "unknown": (), "not_applicable": (), "details": {},
     }
     return Row(**{**values, **changes})
 
@@ -134,7 +135,7 @@ def some_run(state: State = "done", **changes: Any) -> Run:
     values: dict[str, Any] = {
         "run_id": RUN_ID, "recipe": "small", "ladder": None, "site": "pretend", "simulated": False, "state": state,
         "reason": None, "jobs": {"serve": "101", "sweep": "102"}, "node_hours": 0.5, "node_hours_by": "clock",
-        "directory": "/shared/runs/x", "points_done": 2, "points_planned": 2,
+        "directory": "/shared/runs/x", "points_done": 2, "points_planned": 2, "points_invalid": 0,
         "binding": None,
     }
     return Run(**{**values, **changes})
@@ -145,8 +146,9 @@ def some_facts(**changes: Any) -> EngineFacts:
     values: dict[str, Any] = {
         "schema": "isambard-serve/facts/1", "time": 1.0, "pid": 30, "ppid": 20, "ns_pids": (30,), "roles": ("worker",),
         "engine_version": "0.33.0", "data_parallel_rank": 0, "tensor_parallel_rank": 0, "rank": 0, "local_rank": 0,
-        "cpus_allowed": "0-71", "mems_allowed": "0", "device": None, "environment": {}, "moe_backend": (),
-        "attention_backend": ("FLASH_ATTN",), "kv_cache_dtype": ("auto",), "input_quant": (), "errors": (),
+        "cpus_allowed": "0-71", "mems_allowed": "0", "device_type": "cpu", "device": None, "environment": {},
+        "moe_backend": (), "attention_backend": ("FLASH_ATTN",), "kv_cache_dtype": ("auto",), "input_quant": (),
+        "errors": (),
     }
     return EngineFacts(**{**values, **changes})
 

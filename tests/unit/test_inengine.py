@@ -182,11 +182,12 @@ def test_a_gpu_is_named_by_its_pci_address_once_cuda_is_in_use(monkeypatch: pyte
     about = SimpleNamespace(name="NVIDIA GH200 120GB", uuid="1-2", pci_domain_id=9, pci_bus_id=1, pci_device_id=0)
     cuda = SimpleNamespace(is_initialized=lambda: True, get_device_properties=lambda place: about)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert model.device(worker(device=SimpleNamespace(type="cuda"))) == {"device": {
+    assert model.device(worker(device=SimpleNamespace(type="cuda"))) == {"device_type": "cuda", "device": {
         "name": "NVIDIA GH200 120GB", "uuid": "GPU-1-2", "pci_bus_id": "00000009:01:00.0"}}
-    assert model.device(worker(device=SimpleNamespace(type="cpu"))) == {}
+    assert model.device(worker(device=SimpleNamespace(type="cpu"))) == {"device_type": "cpu"}
     cuda.is_initialized = lambda: False
-    assert model.device(worker(device=SimpleNamespace(type="cuda"))) == {}
+    assert model.device(worker(device=SimpleNamespace(type="cuda"))) == {"device_type": "cuda"}
+    assert model.device(worker()) == {"device_type": None}
 
 
 class WorkerWrapperBase:

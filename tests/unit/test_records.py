@@ -14,11 +14,11 @@ from isambard_serve.errors import HostError, NotReadyError, ServeError, UsageErr
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import NodeFacts
 from isambard_serve.recipe import Recipe
-from isambard_serve.records import Endpoint, Event, Jobs, Record, Row, Run, Sample, Trace
+from isambard_serve.records import Endpoint, Event, Jobs, Record, Row, Run, Sample
 from isambard_serve.site import Site
 from tests.unit.helpers import some_row, some_run, some_sample
 
-KINDS = [Row, Run, Event, Sample, Endpoint, Jobs, Holder, Plan, NodeFacts, Recipe, Site, Trace]
+KINDS = [Row, Run, Event, Sample, Endpoint, Jobs, Holder, Plan, NodeFacts, Recipe, Site]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,8 +34,7 @@ def test_a_row_has_the_names_that_were_promised() -> None:
         "run_id", "recipe", "simulated", "node", "concurrency", "repeat", "output_tok_s", "output_tok_s_per_gpu",
         "total_tok_s", "ratio", "tok_s_per_user", "median_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
         "kv_cache_usage_max", "preemptions", "duration_s", "time_scale", "node_hours", "output_tok_per_node_hour",
-        "valid", "reasons",
-        "unknown", "schema"}
+        "power_capped", "valid", "reasons", "unknown", "not_applicable", "details", "schema"}
 
 
 def test_a_run_has_the_names_that_were_promised() -> None:

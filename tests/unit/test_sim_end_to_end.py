@@ -21,12 +21,13 @@ import pytest
 
 from isambard_serve import inengine
 from isambard_serve.engine import EngineClient, EngineUnreachableError
+from isambard_serve.evidence import Measured
 from isambard_serve.plan import Point
 from isambard_serve.sim import settings
 from isambard_serve.sim.client import bench
 from isambard_serve.sim.log import BANNER, Log
 from isambard_serve.sim.server import SimServer
-from isambard_serve.validity import Measured, judge
+from isambard_serve.validity import judge
 from tests.support.waiting import wait_until
 from tests.unit.helpers import SAMPLES
 
@@ -104,15 +105,15 @@ def fault(text: str) -> tuple[str, str]:
 FAST = ("--sim-time-scale", "300")
 
 
-def reasons(document: dict[str, Any], prompts: int = 4) -> list[str]:
+def reasons(document: dict[str, Any], prompts: int = 4) -> tuple[str, ...]:
     point = Point(concurrency=2, repeat=1, prompts=prompts, seed=0)
-    return judge(Measured(bench=document, returncode=0, point=point, isl=16, osl=8, min_window_s=0))[0]
+    return judge(Measured(bench=document, returncode=0, point=point, isl=16, osl=8, min_window_s=0)).reasons
 
 
 def test_in_real_time_every_token_is_streamed(sim: Callable[..., Sim]) -> None:
     served = sim()
     document = served.bench()
-    assert reasons(document) == []
+    assert reasons(document) == ()
     assert (document["simulated"], document["time_scale"], document["total_input_tokens"]) == (True, 1, 4 * 16)
     assert 1 < document["mean_itl_ms"] < 100
     assert 0.05 < document["duration"] < 5
@@ -206,13 +207,13 @@ def test_the_guard_demands_the_key_everywhere_but_at_health(sim: Callable[..., S
     assert {path: served.ask(path, key="wrong")[0] for path in ("/health", "/metrics", "/version", "/no/such")} == {
         "/health": 200, "/metrics": 401, "/version": 401, "/no/such": 401}
     assert served.ask("/metrics")[0] == 200
-    assert reasons(served.bench()) == []
+    assert reasons(served.bench()) == ()
 
 
 def test_a_wrong_key_fails_every_request_and_not_the_benchmark(sim: Callable[..., Sim]) -> None:
     document = sim().bench(key="wrong")
     assert (document["completed"], document["failed"], document["mean_ttft_ms"]) == (0, 4, 0)
-    assert reasons(document) == ["completed", "none_failed", "tokens_out", "in_flight"]
+    assert reasons(document) == ("completed", "none_failed", "tokens_out", "in_flight")
 
 
 def test_one_completion_is_answered_at_once(sim: Callable[..., Sim]) -> None:
@@ -250,11 +251,11 @@ def test_the_same_seed_meets_a_warm_prefix_cache(sim: Callable[..., Sim]) -> Non
 
 @pytest.mark.parametrize("scale", [(), FAST])
 @pytest.mark.parametrize(("text", "refuted"), [
-    ("fail-requests=0.5", ["completed", "none_failed", "tokens_out"]),
-    ("short-output", ["tokens_out"]),
+    ("fail-requests=0.5", ("completed", "none_failed", "tokens_out")),
+    ("short-output", ("tokens_out",)),
 ])
 def test_a_planted_fault_makes_the_row_invalid(sim: Callable[..., Sim], scale: tuple[str, ...], text: str,
-                                               refuted: list[str]) -> None:
+                                               refuted: tuple[str, ...]) -> None:
     served = sim(*scale, *fault(text))
     served.engine.complete("tiny")
     document = served.bench()
@@ -279,7 +280,7 @@ def test_a_warm_prefix_cache_shows_in_the_hits(sim: Callable[..., Sim]) -> None:
 
 def test_preemptions_show_in_the_metrics_and_all_is_answered_all_the_same(sim: Callable[..., Sim]) -> None:
     served = sim(*FAST, *fault("preempt=4"))
-    assert reasons(served.bench()) == []
+    assert reasons(served.bench()) == ()
     assert served.engine.sample().preemptions_total
 
 

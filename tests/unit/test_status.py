@@ -52,7 +52,7 @@ def test_a_run_is_told_from_its_files_alone_when_slurm_is_not_to_be_asked(run: R
     read = status.read(run)
     assert read == Run(run_id=RUN_ID, recipe="small", ladder=None, site="pretend", simulated=False, state="submitted",
                        reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, node_hours_by="clock",
-                       directory=str(run.path), points_done=0, points_planned=2, binding=None)
+                       directory=str(run.path), points_done=0, points_planned=2, points_invalid=0, binding=None)
 
 
 def test_how_the_binding_came_out_is_told_in_one_line(run: RunDir) -> None:

@@ -16,7 +16,8 @@ NOTHING = some_row(
     concurrency=2, output_tok_s=None, output_tok_s_per_gpu=None, total_tok_s=None, tok_s_per_user=None,
     median_ttft_ms=None, median_tpot_ms=None, p99_tpot_ms=None, kv_cache_usage_max=None, preemptions=None,
     duration_s=None, node_hours=None, output_tok_per_node_hour=None, valid=False, reasons=("bench_ended",),
-    unknown=("completed", "tokens_out"))
+    unknown=("completed", "tokens_out"), not_applicable=("throttled",),
+    details={"bench_ended": "it ended with 1", "completed": "no number", "tokens_out": "none", "throttled": "no GPU"})
 
 
 def test_a_valid_row_shows_its_numbers() -> None:
@@ -26,8 +27,22 @@ def test_a_valid_row_shows_its_numbers() -> None:
 
 
 def test_a_row_that_may_be_wrong_says_why_and_what_is_not_known() -> None:
-    line = table.text([], [NOTHING]).splitlines()[1]
+    _, _, line, *below = table.text([], [some_row(), NOTHING]).splitlines()
     assert line.split(maxsplit=9)[3:] == ["-"] * 6 + ["NO: bench_ended (not known: completed tokens_out)"]
+    assert below == ["  NO: bench_ended - it ended with 1 (small c0002.r1)",
+                     "  not known: completed - no number (small c0002.r1)",
+                     "  not known: tokens_out - none (small c0002.r1)"]
+
+
+def test_what_is_not_known_of_any_row_is_said_once() -> None:
+    rows = [msgspec.structs.replace(NOTHING, concurrency=concurrency) for concurrency in (1, 2, 4)]
+    rows[1] = msgspec.structs.replace(rows[1], unknown=("completed", "window"))
+    text = table.text([], rows)
+    assert text.count("(not known:") == 3
+    assert "(not known: completed" not in text
+    assert "  NO: bench_ended - it ended with 1 (all rows)" in text.splitlines()
+    assert "  not known: completed - no number (all rows)" in text.splitlines()
+    assert "  not known: tokens_out - none (small c0001.r1 and 1 more)" in text.splitlines()
 
 
 def test_a_missing_number_is_a_dash_and_never_the_word_none() -> None:
@@ -41,6 +56,7 @@ def test_a_missing_number_is_a_dash_and_never_the_word_none() -> None:
     ({"state": "failed", "reason": "the engine died", "points_done": 1},
      "failed, 1 of 2 points, 0.500 node-hours - the engine died"),
     ({"state": "submitted", "node_hours": None, "points_done": 0}, "submitted, 0 of 2 points"),
+    ({"points_invalid": 1}, "done, 2 of 2 points, 1 NOT VALID, 0.500 node-hours"),
     ({"simulated": True}, "done, 2 of 2 points, 0.500 node-hours, simulated"),
 ])
 def test_how_far_a_run_is_stands_in_one_line(changes: dict[str, object], line: str) -> None:
@@ -87,6 +103,8 @@ def test_csv_has_a_column_for_each_field_of_a_row_and_lists_joined_by_spaces() -
     assert list(first) == [name for name in Row.__struct_fields__ if name != "schema"]
     assert (first["output_tok_s"], first["valid"], first["reasons"]) == ("100.0", "True", "")
     assert (second["output_tok_s"], second["ratio"], second["unknown"]) == ("", "", "completed tokens_out")
+    assert (first["details"], second["not_applicable"]) == ("", "throttled")
+    assert second["details"].startswith("bench_ended: it ended with 1; completed: no number; ")
 
 
 def test_without_rows_the_columns_are_the_same() -> None:

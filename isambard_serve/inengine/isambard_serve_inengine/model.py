@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-FIELDS = ("data_parallel_rank", "tensor_parallel_rank", "rank", "local_rank", "device", "moe_backend",
-          "attention_backend", "kv_cache_dtype", "input_quant")
+FIELDS = ("data_parallel_rank", "tensor_parallel_rank", "rank", "local_rank", "device_type", "device",
+          "moe_backend", "attention_backend", "kv_cache_dtype", "input_quant")
 
 
 def loaded(worker: Any) -> bool:
@@ -36,13 +36,14 @@ def ranks(config: Any, worker: Any) -> dict[str, Any]:
 
 
 def device(worker: Any) -> dict[str, Any]:
-    """The GPU that the worker computes on, by its PCI address and UUID; asked only once CUDA is in use there."""
+    """What the worker computes on, ``cuda`` or ``cpu``; a GPU by PCI address and UUID, once CUDA is in use there."""
     torch = sys.modules.get("torch")
     place = getattr(worker, "device", None)
-    if torch is None or getattr(place, "type", None) != "cuda" or not torch.cuda.is_initialized():
-        return {}
+    found = {"device_type": getattr(place, "type", None)}
+    if torch is None or found["device_type"] != "cuda" or not torch.cuda.is_initialized():
+        return found
     about = torch.cuda.get_device_properties(place)
-    return {"device": {
+    return {**found, "device": {
         "name": about.name,
         "uuid": f"GPU-{about.uuid}",
         "pci_bus_id": f"{about.pci_domain_id:08X}:{about.pci_bus_id:02X}:{about.pci_device_id:02X}.0",

@@ -1,0 +1,160 @@
+"""The rules about the load: was it the one that was asked for, all of it, long enough, and sent by a client with
+time to spare.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from isambard_serve.evidence import Measured, Verdict, verdict
+from isambard_serve.records import Sample
+
+OSL_TOLERANCE = 0.005
+"""How far the tokens that came out may be from requests × OSL."""
+
+PREFIX_HITS = 0.01
+"""The share of prompt tokens that the prefix cache may answer: random prompts share nothing."""
+
+RECOMPUTED = 0.02
+"""The share of tokens that preempted requests may have computed twice."""
+
+WAVES = 2
+"""How often each of the concurrent requests must have been replaced: one wave is mostly ramp."""
+
+LITTLE = 0.1
+"""How far client and engine may differ in the request-seconds that they count."""
+
+LITTLE_SAMPLES = 20
+"""So many samples give the engine's request-seconds to a few percent, whatever the load's shape between them."""
+
+CLIENT_CPU = 0.8
+"""The share of a core at which the client, one thread, no longer has time to spare."""
+
+CLIENT_LAG = 0.1
+"""The share of the median ITL by which the client may be late in seeing a token."""
+
+
+def increase(window: Sequence[Sample], counter: str) -> float | None:
+    """How far ``counter`` went up in ``window``; None if it was not read at both ends."""
+    if len(window) < 2:
+        return None
+    first, last = getattr(window[0], counter), getattr(window[-1], counter)
+    return None if first is None or last is None else last - first
+
+
+def ended(measured: Measured) -> Verdict:
+    """``bench_ended``: the benchmark ended by itself, with exit code 0, and left its result."""
+    how = "had to be ended" if measured.returncode is None else f"ended with {measured.returncode}"
+    return verdict(measured.returncode == 0 and measured.bench is not None,
+                   f"it {how}" + ("" if measured.bench else " and left no result"))
+
+
+def completed(measured: Measured) -> Verdict:
+    """``completed``: every request was answered. (The benchmark exits 0 also when every one of them failed.)"""
+    return _count(measured, "completed", measured.point.prompts, "requests were answered")
+
+
+def none_failed(measured: Measured) -> Verdict:
+    """``none_failed``: no request failed."""
+    return _count(measured, "failed", 0, "requests failed")
+
+
+def tokens_out(measured: Measured) -> Verdict:
+    """``tokens_out``: as many tokens came out as requests × OSL, within 0.5 %."""
+    wanted = measured.point.prompts * measured.osl
+    return _count(measured, "total_output_tokens", wanted, "tokens came out", OSL_TOLERANCE * wanted)
+
+
+def _count(measured: Measured, key: str, wanted: float, what: str, tolerance: float = 0) -> Verdict:
+    number = measured.number(key)
+    if number is None:
+        return verdict(None, f"the benchmark's result has no {key}")
+    return verdict(abs(number - wanted) <= tolerance, f"{number:.0f} {what}, {wanted:.0f} should have")
+
+
+def in_flight(measured: Measured) -> Verdict:
+    """``in_flight``: as many requests were under way at once as the point's concurrency.
+
+    Counted from when the benchmark sent each request (``queue_times``) and how long it took (``latencies``); its
+    own ``max_concurrent_requests`` counts per second and is too high for short runs.
+    """
+    sent, took = measured.numbers("queue_times"), measured.numbers("latencies")
+    if not sent or len(sent) != len(took):
+        return verdict(None, "the benchmark's result has no times of each request")
+    # A request that ends as another begins makes room for it: ends come first.
+    changes = sorted([(begin, 1) for begin in sent] +
+                     [(begin + length, -1) for begin, length in zip(sent, took, strict=True)])
+    most = max(itertools.accumulate(change for _, change in changes))
+    wanted = min(measured.point.concurrency, measured.point.prompts)
+    return verdict(most >= wanted, f"{most} requests at most were under way at once, {wanted} should have been")
+
+
+def window(measured: Measured) -> Verdict:
+    """``window``: it was measured for long enough: 60 s (or the recipe's ``min_window``), and two waves of requests."""
+    duration_s = measured.number("duration")
+    if duration_s is None:
+        return verdict(None, "the benchmark's result has no duration")
+    waves = measured.point.prompts / measured.point.concurrency
+    return verdict(duration_s >= measured.min_window_s and waves >= WAVES,
+                   f"{duration_s:.1f} s and {waves:.1f} waves, at least {measured.min_window_s:.0f} s and {WAVES} "
+                   "are asked for")
+
+
+def prefix_hits(measured: Measured) -> Verdict:
+    """``prefix_hits``: the prefix cache answered less than 1 % of the prompt tokens."""
+    queries = increase(measured.window, "prefix_cache_queries_total")
+    hits = increase(measured.window, "prefix_cache_hits_total")
+    if not queries or hits is None:
+        return verdict(None, "the engine's metrics do not tell")
+    return verdict(hits < PREFIX_HITS * queries, f"{hits / queries:.1%} of the prompt tokens came from the cache")
+
+
+def recomputed(measured: Measured) -> Verdict:
+    """``recomputed``: preempted requests computed less than 2 % of the tokens again.
+
+    The engine counts preemptions, not tokens. A preempted request repeats its prompt at least, and its prompt and
+    output at most; between the two bounds the rule cannot tell.
+    """
+    preemptions = increase(measured.window, "preemptions_total")
+    if preemptions is None:
+        return verdict(None, "the engine's metrics do not tell")
+    tokens = measured.point.prompts * (measured.isl + measured.osl)
+    least, most = preemptions * measured.isl / tokens, preemptions * (measured.isl + measured.osl) / tokens
+    why = f"{preemptions:.0f} preemptions: {least:.1%} to {most:.1%} of the tokens were computed again"
+    return verdict(True if most < RECOMPUTED else False if least >= RECOMPUTED else None, why)
+
+
+def littles_law(measured: Measured) -> Verdict:
+    """``littles_law``: client and engine count the same request-seconds, within 10 %.
+
+    By Little's law that is the mean number of requests under way × the time. The client adds up how long each of
+    its requests took, the engine's samples tell how many it had, running or waiting. If the client counts more, its
+    requests lay elsewhere (in a busy client, before a busy API server) and the engine had less to do than was asked;
+    if the engine counts more, somebody else was served too.
+    """
+    took = measured.numbers("latencies")
+    samples = [(sample.time, sample.running + sample.waiting) for sample in measured.window
+               if sample.running is not None and sample.waiting is not None]
+    if not took or len(samples) < LITTLE_SAMPLES:
+        return verdict(None, f"{len(samples)} samples of the engine are too few" if took else
+                       "the benchmark's result has no times of each request")
+    engine_s = sum((later - earlier) * (before + after) / 2
+                   for (earlier, before), (later, after) in itertools.pairwise(samples))
+    engine_s *= measured.number("time_scale") or 1.0
+    share = engine_s / sum(took) if sum(took) else 0.0
+    return verdict(abs(share - 1) <= LITTLE, f"the engine counts {share:.0%} of the client's request-seconds")
+
+
+def client(measured: Measured) -> Verdict:
+    """``client``: the load generator took less than 80 % of a core, and its event loop was less late (99th
+    percentile) than 10 % of the median ITL. Otherwise it was the client that was measured.
+    """
+    if (measured.number("time_scale") or 1.0) != 1.0:
+        return Verdict("not_applicable", "in virtual time no client sends the requests")
+    facts, itl_ms = measured.evidence.client, measured.number("median_itl_ms")
+    if facts is None or facts.cpu_share is None or facts.loop_lag_p99_ms is None or itl_ms is None:
+        return verdict(None, "the load generator said nothing of itself")
+    return verdict(facts.cpu_share < CLIENT_CPU and facts.loop_lag_p99_ms < CLIENT_LAG * itl_ms,
+                   f"it took {facts.cpu_share:.0%} of a core, and was {facts.loop_lag_p99_ms:.1f} ms late where tokens "
+                   f"come every {itl_ms:.1f} ms")
