@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv demo lint test unit sandbox engine cluster rows soak benchmarks device-libs docs pins clean
+.PHONY: help venv demo lint test unit sandbox ssh engine cluster rows soak benchmarks device-libs docs pins clean
 
 help:
-	@echo "make venv | demo | lint | test (unit, sandbox, engine, cluster) | rows | soak | benchmarks | device-libs | docs | pins | clean"
+	@echo "make venv | demo | lint | test (unit, sandbox, ssh, engine, cluster) | rows | soak | benchmarks | device-libs | docs | pins | clean"
 
 venv: $(VENV)/.complete
 
@@ -28,10 +28,10 @@ lint: venv
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.support.modules
 
-# All four suites, with the coverage of every process that they start.
+# All five suites, with the coverage of every process that they start.
 test: venv
 	$(BIN)/coverage erase
-	for suite in unit sandbox engine cluster; do $(BIN)/coverage run -m pytest tests/$$suite || exit 1; done
+	for suite in unit sandbox ssh engine cluster; do $(BIN)/coverage run -m pytest tests/$$suite || exit 1; done
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
@@ -40,6 +40,9 @@ unit: venv
 
 sandbox: venv
 	$(BIN)/pytest tests/sandbox
+
+ssh: venv
+	$(BIN)/pytest tests/ssh
 
 engine: venv
 	$(BIN)/pytest tests/engine
@@ -70,7 +73,7 @@ docs: venv
 pins:
 	uv pip compile pyproject.toml --generate-hashes --universal --python-version 3.11 --upgrade --quiet \
 	  --no-emit-index-url --no-header --no-annotate -o requirements/package.txt
-	uv pip compile pyproject.toml requirements/dev.in --generate-hashes --universal --python-version 3.11 --upgrade \
+	uv pip compile pyproject.toml requirements/dev.in --extra plot --generate-hashes --universal --python-version 3.11 --upgrade \
 	  --quiet --no-emit-index-url --no-header --no-annotate -o requirements/dev.txt
 
 clean:

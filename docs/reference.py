@@ -63,7 +63,8 @@ def _type(hint: Any) -> str:
     text = str(hint)
     for old, new in (("typing.", ""), ("Annotated[int, msgspec.Meta(ge=1)]", "int ≥ 1"), (", ...]", "]"),
                      ("tuple[", "list["), ("Annotated[list[int ≥ 1], msgspec.Meta(min_length=1)]",
-                                           "list[int ≥ 1], not empty"), (" | ", " or ")):
+                                           "list[int ≥ 1], not empty"), (" | ", " or "),
+                     ("isambard_serve.records.", "")):
         text = text.replace(old, new)
     return text
 
@@ -113,7 +114,11 @@ A row is `valid` unless a rule refutes it (`reasons`). A rule that cannot be jud
 ## Names in JSON and CSV
 
 {keys(records.Run)}
-{keys(records.Row)}"""
+{keys(records.Row)}
+{keys(records.Trace)}
+{keys(records.RankTrace)}
+{keys(records.Bucket)}
+{keys(records.UnmatchedKernel)}"""
 
 
 def main() -> int:

@@ -101,7 +101,7 @@ class Host(Record, frozen=True):
 
 
 class Gpu(Record, frozen=True):
-    """A GPU. ``numa_node`` None: the machine does not say. ``power_limit_w``: the cap that is enforced."""
+    """A GPU. ``numa_node``: of the CPUs beside it; None: the machine does not say. ``power_limit_w``: its cap."""
 
     index: int
     name: str
@@ -109,7 +109,6 @@ class Gpu(Record, frozen=True):
     pci: str
     memory_bytes: int
     numa_node: int | None
-    local_cpus: str | None
     power_limit_w: float | None
 
 
@@ -121,7 +120,10 @@ class Unknown(Record, frozen=True):
 
 
 class Ceilings(Record, frozen=True):
-    """``ceilings.json``: one node's ceilings. ``topology``: nvidia-smi's own words, as lines."""
+    """``ceilings.json``: one node's ceilings. ``topology``: nvidia-smi's own words, as lines.
+
+    ``numa_nodes``: those that have CPUs, with their CPUs as Linux writes a list.
+    """
 
     node: str
     time: float

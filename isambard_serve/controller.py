@@ -9,28 +9,30 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import submitit
 
 from isambard_serve import local, slurm
 from isambard_serve.plan import Plan
 from isambard_serve.records import Jobs, SubmittedJob
-from isambard_serve.run import RunDir, Runs, read_record
+from isambard_serve.run import Outline, RunDir, Runs, read_record
 from isambard_serve.sweep import sweep
 
 SWEEP_GRACE_S = 30.0
 GO = b"go\n"
 
 
-def start(runs: list[RunDir], plans: list[Plan]) -> None:
+def start(runs: list[RunDir], python: str, export: Iterable[str]) -> None:
     """Starts the controller of ``runs``, apart from this process, and notes it as theirs.
 
     It waits for a word that all is noted; if this process ends before, it ends too and nothing runs.
     """
-    env = slurm.environment(plans[0].export, os.environ)
+    env = slurm.environment(export, os.environ)
     with open(runs[0].path / "controller.log", "ab") as log:
-        child = subprocess.Popen([plans[0].python, "-m", "isambard_serve.controller", *(str(run.path) for run in runs)],
+        child = subprocess.Popen([python, "-m", "isambard_serve.controller", *(str(run.path) for run in runs)],
                                  env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                                  cwd=runs[0].path, start_new_session=True)
     for run in runs:
@@ -43,22 +45,31 @@ def start(runs: list[RunDir], plans: list[Plan]) -> None:
 def _note(run: RunDir, ids: dict[str, str]) -> None:
     """Notes the job ids of ``run`` beside those noted before."""
     known = {job.role: job for job in run.read_jobs().jobs}
-    for role in ("serve", "sweep", "controller"):
+    for role in ("serve", "sweep", "task", "controller"):
         if role in ids:
             known[role] = SubmittedJob(role=role, job_id=ids[role], time=time.time())
     run.write_jobs(Jobs(jobs=tuple(known.values()), complete=True))
-    index = Runs(run.path.parent, read_record(run.plan, Plan).site)
+    index = Runs(run.path.parent, read_record(run.plan, Outline).site)
     for job in ids.values():
         index.remember(job, run.run_id)  # the controller of several leads to the last one
 
 
+def _start(run: RunDir, role: Literal["serve", "task"], script: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Starts the run's job."""
+    with open(log, "ab") as output:
+        child = subprocess.Popen(["bash", script], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                 cwd=run.path)
+    _note(run, {role: local.job_id(child.pid)})
+    return child
+
+
 def serve(run: RunDir) -> None:
-    """Runs one rung to its end."""
+    """Runs one rung to its end, or a task."""
+    if run.is_task:
+        _start(run, "task", run.task_script, run.task_log).wait()
+        return
     plan = read_record(run.plan, Plan)
-    with open(run.serve_log, "ab") as log:
-        child = subprocess.Popen(["bash", run.serve_script], stdin=subprocess.DEVNULL, stdout=log,
-                                 stderr=subprocess.STDOUT, cwd=run.path)
-    _note(run, {"serve": local.job_id(child.pid)})
+    child = _start(run, "serve", run.serve_script, run.serve_log)
     job: submitit.Job[None] | None = None
     if plan.placement == "dependent":
         executor = submitit.LocalExecutor(run.submitit, python=None)

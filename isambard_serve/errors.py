@@ -5,7 +5,8 @@
     ServeError            exit code 1   a run failed, is invalid, or a gate said no
     ├── UsageError                  2   a command line, recipe, site or run name that cannot be used
     ├── HostError                   3   Slurm (or the machine it runs on) cannot be reached or refused
-    │   └── NoProgramError          3   a program that is needed cannot be started here
+    │   ├── NoProgramError          3   a program that is needed cannot be started here
+    │   └── ConnectionLostError     3   a host cannot be reached now, or the connection to it went away
     └── NotReadyError               4   something was not ready in the time it was given
 """
 
@@ -51,6 +52,10 @@ class HostError(ServeError):
 
 class NoProgramError(HostError):
     """A program that is needed cannot be started here: nothing was asked of it."""
+
+
+class ConnectionLostError(HostError):
+    """A host cannot be reached now, or the connection to it went away: another attempt may help."""
 
 
 class NotReadyError(ServeError):

@@ -1,4 +1,4 @@
-"""The host's memory beside a GPU: which NUMA nodes there are, and pages that lie where they are wanted."""
+"""The host's memory beside a GPU: pages that lie where they are wanted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import ctypes
 import mmap
 import os
 import platform
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Set
 from typing import Any
 
 
@@ -34,7 +33,7 @@ _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 
 
 @contextlib.contextmanager
-def bound_to(node: int, cpus: set[int]) -> Iterator[None]:
+def bound_to(node: int, cpus: Set[int]) -> Iterator[None]:
     """Binds this thread, and the memory that it touches first, to a NUMA node.
 
     Raises:
@@ -62,24 +61,3 @@ def _memory_policy(policy: int, node: int | None) -> None:
     words = (mask, ctypes.c_ulong(16 * 64)) if node is not None else (None, ctypes.c_ulong(0))
     if ctypes.CDLL(None, use_errno=True).syscall(number, policy, *words):
         raise OSError(ctypes.get_errno(), f"set_mempolicy: {os.strerror(ctypes.get_errno())}")
-
-
-def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> dict[str, str]:
-    """NUMA node → its CPUs as the kernel lists them, of the nodes that have any (a GPU's memory may be one without)."""
-    lists = {path.parent.name.removeprefix("node"): path.read_text().strip() for path in root.glob("node*/cpulist")}
-    return {node: cpus for node, cpus in sorted(lists.items(), key=lambda item: int(item[0])) if cpus}
-
-
-def cpus_of(listed: str) -> set[int]:
-    """The CPUs of a kernel's list such as ``0-71,144``."""
-    ranges = (part.partition("-") for part in listed.split(","))
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
-
-
-def near(pci: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[int | None, str | None]:
-    """The NUMA node and CPUs of the PCI device; None what the machine does not say (virtual machines say −1)."""
-    with contextlib.suppress(OSError, ValueError):  # also of an unknown address, which is empty
-        node = int((root / pci / "numa_node").read_text())
-        cpus = (root / pci / "local_cpulist").read_text().strip()
-        return (node if node >= 0 else None), cpus or None
-    return None, None

@@ -269,7 +269,7 @@ def main(words: Sequence[str] | None = None) -> int:
         say(f"{backend.name} {backend.arithmetic}")
         results.append(check(torch, backend, shape, given.batches))
         torch.cuda.empty_cache()
-    found = KernelCheck(gpu=torch.cuda.get_device_name(), torch=torch.__version__, time=time.time(), shape=shape,
+    found = KernelCheck(gpu=torch.cuda.get_device_name(), torch=str(torch.__version__), time=time.time(), shape=shape,
                         threshold=THRESHOLD, result=results[0], beside=tuple(results[1:]))
     write_whole(given.out, msgspec.json.format(msgspec.json.encode(found), indent=2), mode=0o644)
     print(text(found))  # noqa: T201

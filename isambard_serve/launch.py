@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +15,14 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from isambard_serve import controller, recipe, render
+from isambard_serve import controller, process, recipe, render
+from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
 from isambard_serve.plan import Plan
-from isambard_serve.records import Jobs, SubmittedJob
-from isambard_serve.run import RunDir, Runs, point_name, read_record, write_whole
+from isambard_serve.records import HOLDERS, Jobs, SubmittedJob
+from isambard_serve.resend import neighbours
+from isambard_serve.run import Outline, RunDir, Runs, job_name, point_name, read_record, write_whole
 from isambard_serve.slurm import Slurm
 from isambard_serve.sweep import sweep
 
@@ -102,11 +104,14 @@ def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
         shutil.copytree(before.points / name, run.points / name)
 
 
-def check_needs(plan: Plan) -> None:
-    """Raises UsageError when a file that the job will need is not there: better now than when GPUs are held."""
-    for need in plan.needs:
-        if not Path(need.path).exists():
-            raise UsageError(f"{need.what} not found", where=need.path, remedy=need.remedy)
+def check_needs(needs: Iterable[Need], runner: process.Runner = process.run) -> None:
+    """Raises UsageError when something that the job will need is not there: better now than when GPUs are held."""
+    for need in needs:
+        there = (Path(need.path).exists() if need.path is not None
+                 else runner(need.command, env=os.environ).returncode == 0)
+        if not there:
+            raise UsageError(f"{need.what} not found", where=need.path or shlex.join(need.command),
+                             remedy=need.remedy)
 
 
 Rung = tuple[Plan, recipe.Recipe]
@@ -124,12 +129,12 @@ def submit(rungs: Sequence[Rung], slurm: Slurm | None) -> list[RunDir]:
         HostError: Slurm refused; what was submitted before has been cancelled.
     """
     for plan, _ in rungs:
-        check_needs(plan)
+        check_needs(plan.needs)
     runs = [write(plan, chosen) for plan, chosen in rungs]
     plans = [plan for plan, _ in rungs]
-    with _rolled_back(runs, slurm):
+    with rolled_back(runs, slurm):
         if slurm is None:
-            controller.start(runs, plans)
+            controller.start(runs, plans[0].python, plans[0].export)
         else:
             before: str | None = None
             for run, plan in zip(runs, plans, strict=True):
@@ -145,27 +150,28 @@ def _send(run: RunDir, plan: Plan, slurm: Slurm, dependency: str | None) -> str:
     ``jobs.json`` is written before and after each submission, so that whoever comes after a crash can tell what
     may be running.
     """
-    serve = _send_job(run, plan, slurm, "serve", run.serve_script, dependency, last=plan.placement == "inside")
+    serve = send_job(run, plan.site, slurm, "serve", run.serve_script, dependency, last=plan.placement == "inside")
     if plan.placement == "dependent":
         delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
-        job = _send_job(run, plan, slurm, "sweep", run.sweep_script, f"after:{serve}{delay}", last=True)
+        job = send_job(run, plan.site, slurm, "sweep", run.sweep_script, f"after:{serve}{delay}", last=True)
         os.link(run.submitit / "sweep.pkl", JobPaths(run.submitit, job).submitted_pickle)
     return serve
 
 
-def _send_job(run: RunDir, plan: Plan, slurm: Slurm, role: Literal["serve", "sweep"], script: Path,
-              dependency: str | None, *, last: bool) -> str:
+def send_job(run: RunDir, site: str, slurm: Slurm, role: Literal["serve", "sweep", "task"], script: Path,
+             dependency: str | None, *, last: bool) -> str:
+    """Submits one job of ``run`` and returns its id; ``last``: none of the run follows it."""
     known = run.read_jobs().jobs
     entry = SubmittedJob(role=role, job_id=None, time=time.time())
     run.write_jobs(Jobs(jobs=(*known, entry)))
     job_id = slurm.submit(script, dependency=dependency)
     run.write_jobs(Jobs(jobs=(*known, msgspec.structs.replace(entry, job_id=job_id)), complete=last))
-    Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
+    Runs(run.path.parent, site).remember(job_id, run.run_id)
     return job_id
 
 
 @contextlib.contextmanager
-def _rolled_back(runs: Sequence[RunDir], slurm: Slurm | None) -> Iterator[None]:
+def rolled_back(runs: Sequence[RunDir], slurm: Slurm | None) -> Iterator[None]:
     """Cancels what was submitted when the block fails, from the last job to the first: each frees its successor."""
     try:
         yield
@@ -191,9 +197,7 @@ def _cancel_unheard(run: RunDir, slurm: Slurm) -> None:
     """Cancels a job of ``run`` that Slurm may have taken although its id could not be noted."""
     for job in run.read_jobs().jobs:
         if job.job_id is None:
-            directives = read_record(run.plan, Plan)
-            name = directives.sweep_directives if job.role == "sweep" else directives.serve_directives
-            slurm.cancel_named(str(name["job-name"]))
+            slurm.cancel_named(job_name(run.run_id, job.role))
 
 
 def cancel(run: RunDir, slurm: Slurm | None) -> None:
@@ -202,16 +206,17 @@ def cancel(run: RunDir, slurm: Slurm | None) -> None:
     The rung behind it on a ladder keeps waiting for the rung before it.
     """
     ids = run.job_ids()
-    plan = read_record(run.plan, Plan)
+    plan = read_record(run.plan, Outline)
+    holder = next((ids[role] for role in HOLDERS if role in ids), None)
     if slurm is None:
         # First of all: the controller looks before it starts a rung, and the sweep while it measures.
         with contextlib.suppress(OSError):  # a full disk keeps nothing running
             run.record("cancel", "cancelled", reason="cancelled on request")
-        Local().cancel([ids["serve"]] if "serve" in ids else [])
+        Local().cancel([holder] if holder else [])
         return
-    before, behind = _neighbours(run, plan)
-    if before and behind and "serve" in ids:
-        slurm.depend(behind, f"afterany:{before},afterany:{ids['serve']}")
+    before, behind = neighbours(run, plan.ladder)
+    if before and behind and holder:
+        slurm.depend(behind, f"afterany:{before},afterany:{holder}")
     end_jobs(run, slurm)
     run.record("cancel", "cancelled", reason="cancelled on request")
 
@@ -220,18 +225,7 @@ def end_jobs(run: RunDir, slurm: Slurm) -> None:
     """Takes the run's jobs out of the queue, the sweep first; those that have ended are no error."""
     ids = run.job_ids()
     _cancel_unheard(run, slurm)
-    slurm.cancel(ids[role] for role in ("sweep", "serve") if role in ids)
-
-
-def _neighbours(run: RunDir, plan: Plan) -> tuple[str | None, str | None]:
-    """The serve jobs of the nearest rungs before and behind ``run`` that nobody has cancelled."""
-    rungs = [RunDir(run.path.parent / run_id) for run_id in plan.ladder]
-    place = plan.ladder.index(run.run_id) if plan.ladder else 0
-
-    def nearest(side: Sequence[RunDir]) -> str | None:
-        return next((rung.job_ids().get("serve") for rung in side if not rung.read_events(["cancel"])), None)
-
-    return nearest(rungs[:place][::-1]), nearest(rungs[place + 1:])
+    slurm.cancel(ids[role] for role in ("sweep", *HOLDERS) if role in ids)
 
 
 def cancel_ladder(rungs: Sequence[RunDir], slurm: Slurm | None) -> None:

@@ -69,9 +69,11 @@ class Nvml:
         self._call("nvmlDeviceGetPciInfo_v3", device, ctypes.byref(info))
         return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
 
-    def power_limit_w(self, device: ctypes.c_void_p) -> float:
-        """The power cap that is enforced."""
-        return self._number("nvmlDeviceGetEnforcedPowerLimit", device) / 1000
+    def power_limit_w(self, device: ctypes.c_void_p) -> float | None:
+        """The power cap that is enforced; None where the GPU does not say."""
+        with contextlib.suppress(HostError):
+            return self._number("nvmlDeviceGetEnforcedPowerLimit", device) / 1000
+        return None
 
     def reading(self, device: ctypes.c_void_p) -> Reading:
         """One look at ``device``."""

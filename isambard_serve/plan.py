@@ -13,11 +13,12 @@ from typing import Literal
 
 import msgspec
 
-from isambard_serve import __version__, flags, inengine
+from isambard_serve import __version__, container, flags, inengine
+from isambard_serve.container import Need
 from isambard_serve.errors import UsageError
 from isambard_serve.recipe import Expect, Recipe, ranks, seconds
 from isambard_serve.records import Record
-from isambard_serve.run import point_name
+from isambard_serve.run import job_name, point_name
 from isambard_serve.site import Site
 
 
@@ -67,14 +68,6 @@ class Limits(Record, frozen=True):
     silence_s: int
 
 
-class Need(Record, frozen=True):
-    """A path that must exist before the run is submitted: ``what`` it is, and the ``remedy`` when it is not there."""
-
-    path: str
-    what: str
-    remedy: str
-
-
 class NodeHours(Record, frozen=True):
     """What the run costs if every job runs to its time limit, in node-hours of the site.
 
@@ -89,7 +82,9 @@ class Plan(Record, frozen=True):
     """Everything about a run that is known before it is submitted.
 
     ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
-    ``inside_argv`` stands before the engine alone, in its container: what makes it load the plugin and say its facts.
+    ``container_argv`` stands before the engine's command, and ``inside_argv`` between the two, in its container: what
+    makes it load the plugin and say its facts. ``client_command`` and ``bench_command`` are whole, container and all.
+    ``local_dir`` is the run's folder on its node, if it has one.
     """
 
     run_id: str
@@ -124,8 +119,10 @@ class Plan(Record, frozen=True):
     environment: dict[str, str]
     numa_bind: bool
     launcher_argv: tuple[Word, ...]
+    runtime: Literal["none", "apptainer", "podman-hpc", "simulated"]
     container_argv: tuple[str, ...]
     inside_argv: tuple[str, ...]
+    local_dir: str | None
     engine_argv: tuple[Word, ...]
     client_command: tuple[str, ...]
     bench_command: tuple[str, ...]
@@ -183,8 +180,11 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                          where="runs_dir")
     time_s = seconds(recipe.resources.time, recipe.name)
     load_s = seconds(recipe.resources.load_time, recipe.name)
-    container_argv, needs = _container(recipe, site, runs_dir)
     environment = {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **recipe.engine.env}
+    engine_in, client_in, command_in = (
+        container.words(site, recipe, role=role, run_dir=run_dir, variables=environment)
+        for role in ("engine", "client", "command"))
+    patched = _modules(recipe.engine.overlay, environment.get("PYTHONPATH"))
     simulated = site.container.runtime == "simulated"
     command = (python, "-m", "isambard_serve.sim") if simulated else site.container.command
     simulation = site.container.args if simulated else ()
@@ -229,7 +229,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
             inside=round(serve_share * time_s / 3600, 4),
             dependent=round((serve_share + sweep_share) * time_s / 3600, 4),
         ),
-        serve_directives=_serve_directives(recipe, site, run_id, run_dir, time_s),
+        serve_directives=holder_directives(site, run_id, run_dir, "serve.log", recipe.resources.gpus, time_s),
         sweep_directives=_sweep_directives(site, run_id, run_dir),
         sweep_after_min=load_s // 60,
         sweep_minutes=math.ceil(time_s / 60),
@@ -239,14 +239,16 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         environment=environment,
         numa_bind=numa_bind,
         launcher_argv=(Slot(slot="membind", many=True),) if numa_bind else (),
-        container_argv=container_argv,
-        inside_argv=("env", *_inside(run_dir, environment)),
+        runtime=site.container.runtime,
+        container_argv=engine_in,
+        inside_argv=("env", *_inside(run_dir, environment, patched)),
+        local_dir=container.local_folder(site, run_dir),
         engine_argv=(*command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
                      *_own_flags(recipe),
                      *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
                      *recipe.engine.extra_args, *simulation),
-        client_command=_client_command(command, run_dir, python, simulated=simulated),
-        bench_command=(*command, "bench", "serve"),
+        client_command=(*client_in, *_client_command(command, run_dir, python, simulated=simulated)),
+        bench_command=(*command_in, *command, "bench", "serve"),
         bench_argv=("--backend", "openai", "--base-url", Slot(slot="port", before="http://127.0.0.1:"),
                     "--endpoint", "/v1/completions", "--model", recipe.model, "--dataset-name", "random",
                     "--request-rate", "inf",
@@ -258,15 +260,19 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                    "srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
                    "--gpus=0", "--mem=0", f"--cpus-per-task={site.sweep.load_generator_cpus}",
                    "--cpu-bind=none", "--export=ALL"),
-        needs=(*needs, *(() if simulated else _weights(recipe, environment, container_argv))),
+        needs=() if simulated else _needs(recipe, site, environment, command_in),
         poll_interval_s=site.poll_interval_s,
     )
 
 
-def _inside(run_dir: str, environment: dict[str, str]) -> list[str]:
+def _modules(*folders: str | None) -> str | None:
+    """``folders`` as a ``PYTHONPATH``."""
+    return ":".join(folder for folder in folders if folder) or None
+
+
+def _inside(run_dir: str, environment: dict[str, str], pythonpath: str | None) -> list[str]:
     """The variables for what runs inside the engine, as words for ``env``: nobody else shall have them."""
-    given = inengine.variables(f"{run_dir}/inengine", f"{run_dir}/engine/facts", sorted(environment),
-                               environment.get("PYTHONPATH"))
+    given = inengine.variables(f"{run_dir}/inengine", f"{run_dir}/engine/facts", sorted(environment), pythonpath)
     return [f"{name}={value}" for name, value in given.items()]
 
 
@@ -299,24 +305,11 @@ def _points(recipe: Recipe) -> tuple[Point, ...]:
     )
 
 
-def _container(recipe: Recipe, site: Site, runs_dir: str) -> tuple[tuple[str, ...], tuple[Need, ...]]:
-    """The words before the engine's own command, and what must exist for them."""
-    container = site.container
-    if container.runtime != "apptainer":
-        return (), ()
-    if recipe.image is None:
-        raise UsageError(f"names no image, and {site.name} runs the engine in a container",
-                         where=f"recipe {recipe.name}: image")
-    if recipe.image.endswith(".sif"):
-        sif, remedy = recipe.image, "check the path"
-    else:
-        # The name that apptainer itself gives to the image: last part of the reference, tag behind "_".
-        sif = f"{container.images_dir}/{recipe.image.rsplit('/', 1)[-1].replace(':', '_').replace('@', '_')}.sif"
-        remedy = (f"pull it in a job (login nodes have too little memory): srun --gpus=1 --time=1:00:00 "
-                  f"apptainer pull --dir {container.images_dir} docker://{recipe.image}")
-    binds = [word for bind in [*container.binds, runs_dir] for word in ("--bind", bind)]
-    return ("apptainer", "exec", *container.args, *binds, sif), (
-        Need(path=sif, what="the engine's image", remedy=remedy),)
+def _needs(recipe: Recipe, site: Site, environment: dict[str, str], inside: tuple[str, ...]) -> tuple[Need, ...]:
+    """What must be there before the run is submitted."""
+    overlay = recipe.engine.overlay
+    patched = (Need(what="the overlay of Python packages", path=overlay, remedy="check the path"),) if overlay else ()
+    return (*container.image_need(site, recipe), *patched, *_weights(recipe, environment, inside))
 
 
 def _weights(recipe: Recipe, environment: dict[str, str], container_argv: tuple[str, ...]) -> tuple[Need, ...]:
@@ -330,15 +323,21 @@ def _weights(recipe: Recipe, environment: dict[str, str], container_argv: tuple[
                  remedy=f"fetch them in a job: {fetch}"),)
 
 
-def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, time_s: int) -> dict[str, str | bool]:
-    whole_node = recipe.resources.gpus == site.node.gpus
+def holder_directives(site: Site, run_id: str, run_dir: str, log: str, gpus: int, time_s: int
+                      ) -> dict[str, str | bool]:
+    """The directives of the job that a run stands and falls with; its output goes to ``log`` in ``run_dir``.
+
+    Raises:
+        UsageError: a value cannot be written.
+    """
+    whole_node = gpus == site.node.gpus
     wanted: dict[str, str | bool | None] = {
         "job-name": run_id,
         "partition": site.partition,
         **_passed_on(site),
         "nodes": "1",
         # A part of a node: the GPUs bring their cores and memory. A whole node: all its cores, nobody beside.
-        "gpus": str(recipe.resources.gpus),
+        "gpus": str(gpus) if gpus else None,
         "cpus-per-task": str(site.node.cpus) if whole_node else None,
         "exclusive": True if whole_node else None,
         "time": clock(time_s),
@@ -346,7 +345,7 @@ def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, tim
         "no-requeue": True,
         "export": ",".join(site.export),
         "chdir": run_dir,
-        "output": f"{run_dir}/serve.log",
+        "output": f"{run_dir}/{log}",
         "open-mode": "append",
     }
     return _checked(wanted, site)
@@ -354,7 +353,7 @@ def _serve_directives(recipe: Recipe, site: Site, run_id: str, run_dir: str, tim
 
 def _sweep_directives(site: Site, run_id: str, run_dir: str) -> dict[str, str | bool]:
     wanted: dict[str, str | bool | None] = {
-        "job-name": f"{run_id}-sweep",
+        "job-name": job_name(run_id, "sweep"),
         "partition": site.partition,
         **_passed_on(site),
         "gpus": str(site.sweep.gpus) if site.sweep.gpus else None,

@@ -1,4 +1,4 @@
-"""On the node, before the engine starts: a free port, a key, what to bind where, and a record of what this node is."""
+"""On the node, before the engine starts: do its GPUs work, a port, a key, what to bind where, and a record of all."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import shlex
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from isambard_serve import binding, process, topology
+from isambard_serve import binding, nodelocal, process, slurm, topology
+from isambard_serve import health as gpuhealth
 from isambard_serve.binding import Binding
 from isambard_serve.errors import HostError, ServeError
+from isambard_serve.health import BadNode, Health
 from isambard_serve.plan import Plan
 from isambard_serve.records import Record
+from isambard_serve.resend import resend
 from isambard_serve.run import RunDir, Runs, read_record, write_whole
+from isambard_serve.slurm import Slurm
 from isambard_serve.topology import Topology
 
 _GPU_FIELDS = ("index", "name", "uuid", "pci.bus_id", "driver_version", "memory.total", "power.limit",
@@ -45,6 +50,7 @@ class NodeFacts(Record, frozen=True):
     gpus: list[dict[str, str]]
     topology: Topology
     binding: Binding
+    health: Health
     remarks: list[str]
     numactl: str | None
     schema: str = "isambard-serve/node/1"
@@ -84,9 +90,11 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
     env = dict(os.environ)
     gpus = visible_gpus(env)
     found = topology.read(root, gpus, env.get("CUDA_VISIBLE_DEVICES"))
+    health = (Health(not_applicable="the engine is simulated") if plan.simulated
+              else gpuhealth.check([gpu.uuid for gpu in found.gpus], env))
     bound = _binding(plan, found)
     words = binding.slots(bound)
-    remarks = binding.remarks(found)
+    remarks = [*health.remarks, *binding.remarks(found)]
     if words["membind"] and numactl([*words["membind"][1:], "true"], env) is None:
         words["membind"] = []
         remarks.append(f"numactl --membind={bound.memory} does not work here: only the ranks' memory is bound")
@@ -100,6 +108,7 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
         gpus=gpus,
         topology=found,
         binding=bound,
+        health=health,
         remarks=remarks,
         numactl=numactl(["--hardware"], env),
     )
@@ -113,11 +122,16 @@ def _binding(plan: Plan, found: Topology) -> Binding:
     return binding.choose(found)
 
 
-def prepare(run: RunDir, root: Path = Path("/")) -> None:
+def prepare(run: RunDir, root: Path = Path("/")) -> bool:
     """Fills the slots of the run: ``slots.sh`` and ``api.key`` for the script, ``node.json`` for the record.
+
+    Returns whether the engine may be started: on a node that is bad it may not, and the job was sent again.
 
     Args:
         root: below which ``/sys`` and ``/proc`` are read.
+
+    Raises:
+        ServeError: the run was cancelled, or its node is bad and there is no other.
     """
     plan = read_record(run.plan, Plan)
     job_id = os.environ.get("SLURM_JOB_ID")
@@ -128,12 +142,20 @@ def prepare(run: RunDir, root: Path = Path("/")) -> None:
         # Also for a run that was sent by hand.
         Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
     facts = node_facts(plan, root)
+    write_whole(run.node, msgspec.json.format(msgspec.json.encode(facts), indent=2))
+    if facts.health.faults:
+        why = f"node {facts.node} is bad: {'; '.join(facts.health.faults)}"
+        gpuhealth.remember(run.path.parent, BadNode(node=facts.node, time=time.time(), run_id=run.run_id,
+                                                    faults=facts.health.faults))
+        resend(run, plan, facts.node, why, Slurm(slurm.environment(plan.export, os.environ)))
+        return False
+    nodelocal.make(plan)
     for remark in (facts.binding.impossible, *facts.remarks):
         if remark:
             run.record("serve", "note", reason=remark)
     write_whole(run.key, secrets.token_urlsafe(32))
     write_whole(run.slots, "".join(f"{name}={_assigned(value)}\n" for name, value in facts.slots.items()))
-    write_whole(run.node, msgspec.json.format(msgspec.json.encode(facts), indent=2))
+    return True
 
 
 def _assigned(value: Filled) -> str:
@@ -145,10 +167,12 @@ def main() -> None:
     """``python -m isambard_serve.prepare RUN_DIR``."""
     run = RunDir(Path(sys.argv[1]))
     try:
-        prepare(run)
+        good = prepare(run)
     except Exception as error:
         run.record("serve", "failed", reason=f"the node could not be prepared: {error}")
         raise
+    if not good:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

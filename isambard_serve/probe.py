@@ -13,17 +13,17 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from isambard_serve import ceilings, process
+from isambard_serve import ceilings, process, topology
 from isambard_serve.ceilings import Arithmetic, Ceilings, Copy, Gpu, Host, Matmul, Peer, Unknown
 from isambard_serve.errors import HostError, ServeError
-from isambard_serve.hostmemory import bound_to, cpus_of, host_memory, near, numa_nodes
+from isambard_serve.hostmemory import bound_to, host_memory
 from isambard_serve.nvml import Nvml, Sampler
 from isambard_serve.run import write_whole
 
@@ -226,7 +226,7 @@ class Probe:
                         direct=bool(torch.cuda.can_device_access_peer(source.index, target.index))))
         return found
 
-    def hosts(self, nodes: dict[int, set[int]]) -> list[Host]:
+    def hosts(self, nodes: Mapping[int, Set[int]]) -> list[Host]:
         """The rates between each GPU and the host: unbound, and bound to each NUMA node that has CPUs."""
         found = []
         for gpu in self._gpus:
@@ -252,20 +252,23 @@ def _copying(target: Any, source: Any) -> Callable[[], object]:
     return lambda: target.copy_(source, non_blocking=True)
 
 
-def _gpus(torch: Any, library: Nvml | None) -> list[Gpu]:
-    found = []
-    for index in range(torch.cuda.device_count()):
+def _machine(torch: Any, library: Nvml | None) -> tuple[list[Gpu], dict[int, frozenset[int]]]:
+    """The GPUs, and the CPUs of each NUMA node that has any."""
+    every = {f"GPU-{torch.cuda.get_device_properties(index).uuid}": index for index in range(torch.cuda.device_count())}
+    devices = {}
+    if library is not None:
+        with contextlib.suppress(HostError):
+            devices = {uuid: library.device(uuid) for uuid in every}
+    named = [{"uuid": uuid, "pci.bus_id": library.pci(devices[uuid]) if library and uuid in devices else ""}
+             for uuid in every]
+    machine = topology.read(Path("/"), named, None)
+    gpus = []
+    for index, (gpu, uuid) in enumerate(zip(machine.gpus, every, strict=True)):
         properties = torch.cuda.get_device_properties(index)
-        uuid = f"GPU-{properties.uuid}"
-        pci, limit = "", None
-        if library is not None:
-            with contextlib.suppress(HostError):
-                device = library.device(uuid)
-                pci, limit = library.pci(device), library.power_limit_w(device)
-        node, cpus = near(pci)
-        found.append(Gpu(index=index, name=properties.name, uuid=uuid, pci=pci, memory_bytes=properties.total_memory,
-                         numa_node=node, local_cpus=cpus, power_limit_w=limit))
-    return found
+        limit = library.power_limit_w(devices[uuid]) if library and uuid in devices else None
+        gpus.append(Gpu(index=index, name=properties.name, uuid=uuid, pci=gpu.pci, numa_node=gpu.node,
+                        memory_bytes=properties.total_memory, power_limit_w=limit))
+    return gpus, machine.cpu_nodes
 
 
 def _topology() -> tuple[str, ...]:
@@ -289,8 +292,7 @@ def measure(seconds: float = SECONDS) -> Ceilings:
         library = Nvml()
     except HostError as error:
         unknown.append(Unknown(what="clocks, power and temperature", why=error.what))
-    gpus = _gpus(torch, library)
-    nodes = numa_nodes()
+    gpus, nodes = _machine(torch, library)
     with contextlib.ExitStack() as stack:
         sampler = None
         if library is not None:
@@ -301,11 +303,12 @@ def measure(seconds: float = SECONDS) -> Ceilings:
         probe = Probe(torch, gpus, sampler, seconds)
         found = Ceilings(
             node=os.environ.get("SLURMD_NODENAME") or platform.node(), time=time.time(), seconds=seconds,
-            driver=library.driver() if library else None, torch=torch.__version__, cuda=torch.version.cuda,
-            gpus=tuple(gpus), numa_nodes=nodes, topology=_topology(),
+            driver=library.driver() if library else None, torch=str(torch.__version__), cuda=torch.version.cuda,
+            gpus=tuple(gpus), topology=_topology(),
+            numa_nodes={str(node): topology.ranges(cpus) for node, cpus in nodes.items()},
             matmuls=(*probe.matmuls("bf16"), *probe.matmuls("fp8"), *probe.matmuls("fp8_block")),
             copies=tuple(probe.copies()), peers=tuple(probe.peers()),
-            hosts=tuple(probe.hosts({int(node): cpus_of(cpus) for node, cpus in nodes.items()})),
+            hosts=tuple(probe.hosts(nodes)),
         )
     return msgspec.structs.replace(found, unknown=(*unknown, *probe.unknown))
 

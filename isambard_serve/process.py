@@ -6,14 +6,21 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.records import Record
+
+KILLED_S = 1.0
+"""How long to wait for a killed program to be gone."""
 
 
 class Completed(Record, frozen=True):
@@ -49,16 +56,64 @@ def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -
     return Completed(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
+def together(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], timeout_s: float) -> list[Completed | None]:
+    """Runs programs (with their variables) side by side, without a shell and without input.
+
+    None: it gave no answer within ``timeout_s``. It is killed, and not waited for: what hangs inside a driver cannot
+    be killed.
+
+    Raises:
+        NoProgramError: there is no such program, or it may not be run.
+    """
+    with contextlib.ExitStack() as files:
+        running = []
+        for argv, env in commands:
+            output = [files.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            try:
+                child = subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output[0],
+                                         stderr=output[1], process_group=0)
+            except OSError as error:
+                raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
+            running.append((child, output))
+        deadline = time.monotonic() + timeout_s
+        return [_gathered(child, output, deadline) for child, output in running]
+
+
+def _gathered(child: subprocess.Popen[bytes], output: Sequence[IO[bytes]], deadline: float) -> Completed | None:
+    returncode = ended(child, max(0.0, deadline - time.monotonic()))
+    if returncode is None:
+        _signal_group(child, signal.SIGKILL)
+        ended(child, KILLED_S)
+        return None
+    texts = []
+    for file in output:
+        file.seek(0)
+        texts.append(file.read().decode(errors="replace"))
+    return Completed(returncode=returncode, stdout=texts[0], stderr=texts[1])
+
+
 def start(argv: Sequence[str], *, env: Mapping[str, str], log: Path, bound: bool = False) -> subprocess.Popen[bytes]:
     """Starts ``argv`` in a process group of its own, its output appended to ``log``.
+
+    Its input says nothing, and ends when this process does, by whatever cause: a lifeline that reaches further than
+    signals do, into other steps and containers.
 
     Args:
         bound: the kernel ends it (TERM) when this thread dies, by whatever cause; on Linux only.
     """
-    with open(log, "ab") as output:
-        return subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output,
-                                stderr=subprocess.STDOUT, process_group=0,
-                                preexec_fn=_die_with_parent if bound and sys.platform == "linux" else None)
+    reading, writing = os.pipe()
+    try:
+        with open(log, "ab") as output:
+            child = subprocess.Popen(argv, env=dict(env), stdin=reading, stdout=output, stderr=subprocess.STDOUT,
+                                     process_group=0,
+                                     preexec_fn=_die_with_parent if bound and sys.platform == "linux" else None)
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    weakref.finalize(child, os.close, writing)
+    return child
 
 
 def converse(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -66,6 +121,33 @@ def converse(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> subpr
     with open(log, "ab") as output:
         return subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
                                 process_group=0, bufsize=0)
+
+
+def piped(argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """Starts ``argv`` with pipes to talk to it, away from the terminal: it can ask nobody, and Ctrl-C is not for it.
+
+    Raises:
+        NoProgramError: there is no such program, or it may not be run.
+    """
+    try:
+        return subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                                start_new_session=True)
+    except OSError as error:
+        raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def connected(command: str) -> Iterator[socket.socket]:
+    """A socket whose other end is stdin and stdout of the shell command ``command``, as a ProxyCommand wants it."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            child = subprocess.Popen(["/bin/sh", "-c", command], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                                     start_new_session=True)
+        try:
+            yield ours
+        finally:
+            stop(child, 1.0)
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -23,15 +23,21 @@ END_MARGIN_S = 180
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)$")
 
 
 class Engine(Record, frozen=True):
-    """vLLM: its version, the flags and environment it gets, and ``extra_args`` that are passed unchecked."""
+    """vLLM: its version, the flags and environment it gets, and ``extra_args`` that are passed unchecked.
+
+    ``overlay`` is a folder of Python packages that go before the installed ones: a patched vLLM, for instance. Its
+    path is absolute, or ``./`` or ``../`` from the recipe's folder.
+    """
 
     version: str
     args: dict[str, Scalar | list[Scalar] | dict[str, Any]] = {}
     env: dict[str, str] = {}
     extra_args: tuple[str, ...] = ()
+    overlay: str | None = None
 
 
 class Expect(Record, frozen=True):
@@ -89,7 +95,11 @@ class Bench(Record, frozen=True):
 
 
 class Recipe(Record, frozen=True):
-    """A whole recipe. ``model`` is a hub name, or a path: absolute, or ``./`` or ``../`` from the recipe's folder."""
+    """A whole recipe.
+
+    ``model`` is a hub name, or a path: absolute, or ``./`` or ``../`` from the recipe's folder. ``image`` is a
+    registry's reference, or the path of a SIF, likewise.
+    """
 
     name: str
     description: str
@@ -171,10 +181,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
-    model = value.get("model")
-    if isinstance(model, str) and model.isprintable() and model.startswith(("./", "../")):
-        return {**value, "model": str((folder / model).resolve())}
-    return value
+    def anchored(table: dict[str, Any], *keys: str) -> dict[str, Any]:
+        relative = {key: path for key in keys if isinstance(path := table.get(key), str)
+                    and path.isprintable() and path.startswith(("./", "../"))}
+        return {**table, **{key: str((folder / path).resolve()) for key, path in relative.items()}}
+
+    engine = value.get("engine")
+    whole = {**value, "engine": anchored(engine, "overlay")} if isinstance(engine, dict) else value
+    return anchored(whole, "model", "image")
 
 
 def _check(recipe: Recipe, where: str) -> list[str]:
@@ -191,6 +205,14 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")
+        if _SECRET.search(variable):
+            raise UsageError("a secret would be written into the run's files and scripts",
+                             where=f"{where}: engine.env.{variable}",
+                             remedy="keep it in a file that only you can read, and name that: HF_TOKEN_PATH")
+    overlay = recipe.engine.overlay
+    if overlay is not None and not (overlay.startswith("/") and overlay.isprintable() and ":" not in overlay):
+        raise UsageError(f"{overlay!r} is no path of a folder that can be on PYTHONPATH",
+                         where=f"{where}: engine.overlay", remedy="write it absolute, or ./FOLDER beside the recipe")
     _check_times(recipe, where)
     _check_bench(recipe, where)
     warnings = [flags.check(recipe.engine.args, recipe.engine.version, where), _check_shape(recipe, where)]

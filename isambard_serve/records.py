@@ -27,8 +27,12 @@ State = Literal[
     "submitted", "started", "loading", "ready", "measuring", "stopping", "done", "failed", "cancelled", "unknown"
 ]
 
-Writer = Literal["submit", "serve", "sweep", "inside", "cancel"]
-"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, ``cancel``."""
+Writer = Literal["submit", "serve", "sweep", "inside", "task", "cancel"]
+"""Who writes events: the submission, the watcher, the sweep's job, the sweep inside the serve job, a task, ``cancel``.
+"""
+
+HOLDERS: tuple[Literal["serve", "task"], ...] = ("serve", "task")
+"""The job that a run stands and falls with, by what it does: a run has one of the two."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,7 +219,7 @@ class Endpoint(Record, frozen=True):
 class SubmittedJob(Record, frozen=True):
     """One job's line in ``jobs.json``: written before its submission (no ``job_id``) and again after it."""
 
-    role: Literal["serve", "sweep", "controller"]
+    role: Literal["serve", "sweep", "task", "controller"]
     job_id: str | None
     time: float
 
@@ -226,6 +230,66 @@ class Jobs(Record, frozen=True):
     jobs: tuple[SubmittedJob, ...] = ()
     complete: bool = False
     schema: str = "isambard-serve/jobs/1"
+
+
+class Bucket(Record, frozen=True):
+    """What one bucket of kernels takes of a step, in ms: only time in which no other bucket has it (``trace``).
+
+    ``share`` is that of the whole step, ``launches`` how many kernels a step starts (None for ``idle``), ``floor_ms``
+    the least that they could take on this GPU; None where that is not known.
+    """
+
+    name: str
+    ms: float
+    share: float
+    launches: float | None
+    floor_ms: float | None
+
+
+class UnmatchedKernel(Record, frozen=True):
+    """A kernel that no pattern of the table matches: what it takes of a step, and how often a step starts it."""
+
+    name: str
+    ms: float
+    launches: float
+
+
+class RankTrace(Record, frozen=True):
+    """One GPU's trace. All but ``kernels`` and ``kernel_ms``, which are of all that was recorded, is of a steady step.
+
+    ``kernel_ms`` adds up the kernels' durations: what overlaps counts twice. ``found_by`` says how the steps were
+    found (by ``nothing``: all is taken for one step), ``left_out`` how many of them were not steady. ``hidden_ms`` is
+    how long kernels meant for the background, comms above all, ran behind others; their bucket has only the rest.
+    """
+
+    rank: int
+    path: str
+    gpu: str | None
+    kernels: int
+    kernel_ms: float
+    found_by: Literal["marks", "graphs", "repetition", "nothing"]
+    steps: int
+    left_out: int
+    step_ms: float
+    busy_ms: float
+    launches: float
+    buckets: tuple[Bucket, ...]
+    hidden_ms: dict[str, float]
+    unmatched_ms: float
+    unmatched: tuple[UnmatchedKernel, ...]
+
+
+class Trace(Record, frozen=True):
+    """Where a steady step's time goes: the mean over ``ranks``. ``steps``: of how many on the rank with fewest.
+
+    The buckets and what is unmatched add up to ``step_ms``. ``unmatched_share`` is that of the GPUs' busy time.
+    """
+
+    ranks: tuple[RankTrace, ...]
+    steps: int
+    step_ms: float
+    buckets: tuple[Bucket, ...]
+    unmatched_share: float
 
 
 def document(kind: str, **content: Any) -> bytes:

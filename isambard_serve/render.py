@@ -13,7 +13,8 @@ from typing import Any
 import jinja2
 
 from isambard_serve import shipped
-from isambard_serve.plan import Plan, Slot, Word
+from isambard_serve.plan import Slot, Word
+from isambard_serve.records import Record
 
 
 class _Ready(str):
@@ -46,11 +47,19 @@ def _directive(item: tuple[str, str | bool]) -> _Ready:
 def _command(words: Sequence[Word]) -> _Ready:
     """``words`` as a command: each flag on a line of its own, with its values."""
     lines: list[list[str]] = [[]]
+    whole = False  # the line is a flag that has its value already
     for word in words:
-        if word.many if isinstance(word, Slot) else word.startswith("--"):
+        flag = word.many if isinstance(word, Slot) else word.startswith("--")
+        if flag or whole:
             lines.append([])
+        whole = flag and "=" in str(word)
         lines[-1].append(quoted(word))
     return _Ready(" \\\n    ".join(" ".join(line) for line in lines if line))
+
+
+def _commented(words: Sequence[str]) -> _Ready:
+    """``words`` as they would be typed, on one line of a comment."""
+    return _comment(shlex.join(words))
 
 
 def _environment() -> jinja2.Environment:
@@ -62,10 +71,10 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(comment=_comment, directive=_directive, command=_command)
+    environment.filters.update(comment=_comment, commented=_commented, directive=_directive, command=_command)
     return environment
 
 
-def script(template: str, plan: Plan, **values: Any) -> str:
+def script(template: str, plan: Record, **values: Any) -> str:
     """The text of ``templates/<template>.j2`` for ``plan``; the same plan always gives the same bytes."""
     return _environment().get_template(f"{template}.j2").render(plan=plan, **values)

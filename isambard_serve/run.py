@@ -13,12 +13,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from isambard_serve.errors import ServeError, UsageError
-from isambard_serve.records import EngineFacts, Event, Jobs, Row, Writer
+from isambard_serve.records import HOLDERS, EngineFacts, Event, Jobs, Row, Writer
 
 T = TypeVar("T")
 
@@ -31,23 +31,28 @@ FILES = {
     "plan.json": "everything known before submission: every argument, variable, directive, point and limit",
     "serve.sbatch": "the serve job's script, exactly as sent",
     "sweep.sbatch": "the sweep job's script, exactly as sent",
+    "task.sbatch": "a task's script, exactly as sent; such a run has no other",
     "send.sh": "sends both by hand",
     "jobs.json": "what was submitted, written before and after each submission",
     "controller.log": "without Slurm: what the process that runs the rungs printed",
     "serve.log": "what the serve job printed",
+    "task.log": "what a task printed",
     "submitit/": "submitit's own: the pickled sweep, its log and result",
-    "events/": "what happened, one file a writer: submit, serve, sweep, inside, cancel",
+    "events/": "what happened, one file a writer: submit, serve, sweep, inside, task, cancel",
     "claims/": "who measures: numbered claims (the highest holds) and their heartbeats",
-    "node.json": "where the engine runs: node, GPUs, NUMA map, limits, what is bound where, and the slots filled there",
+    "node.json": "where the engine runs: node, its GPUs and their health, NUMA map, what is bound where, slots",
     "binding.json": "whether each of the engine's processes is where it belongs, looked at once it is ready",
     "slots.sh": "the slots, for the script",
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",
     "samples.jsonl": "the engine's metrics, once a second; of a simulated engine ten times",
     "gpus.jsonl": "the clocks, power and temperature of the engine's GPUs, as often",
-    "engine/": "the engine's log, and facts/: what each of its processes says of itself, from inside",
-    "inengine/": "what runs inside the engine: the plugin that writes the facts, and the guard of its routes",
+    "engine/": "the engine's log, facts/: what each of its processes says of itself, from inside, and with podman the "
+               "process id of its container",
+    "inengine/": "what runs inside the engine: the plugin that writes the facts, the guard of its routes, and the "
+                 "first program in its container",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
+    "profile/": "traces of the torch profiler, of a run with --profile-at",
     "inclient/": "the load generator's program, as it ran beside the engine",
     "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log, client.json "
                "(how the load generator fared), counters.jsonl (the engine's, right before and right after); and "
@@ -67,6 +72,11 @@ def checked_id(run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise UsageError(f"{run_id!r} is no run id", remedy="its form is 20261129-181258-RECIPE-3f2a")
     return run_id
+
+
+def job_name(run_id: str, role: str) -> str:
+    """What Slurm calls a run's job: the run id; with the role behind it if the run does not stand and fall with it."""
+    return run_id if role in HOLDERS else f"{run_id}-{role}"
 
 
 def point_name(concurrency: int, repeat: int) -> str:
@@ -141,10 +151,19 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
     return records
 
 
-class _Ladder(msgspec.Struct):
-    """What of a plan tells which runs belong together."""
+class Outline(msgspec.Struct, frozen=True):
+    """What of a plan tells how its run is doing: one that serves, or a task."""
 
-    ladder: tuple[str, ...] = ()
+    recipe: str
+    site: str
+    scheduler: Literal["slurm", "local"]
+    simulated: bool
+    gpus: int
+    node_gpus: int
+    poll_interval_s: float
+    ladder: tuple[str, ...]
+    placement: Literal["dependent", "inside"] = "inside"
+    points: tuple[msgspec.Raw, ...] = ()
 
 
 class RunDir:
@@ -156,8 +175,10 @@ class RunDir:
         self.plan = path / "plan.json"
         self.serve_script = path / "serve.sbatch"
         self.sweep_script = path / "sweep.sbatch"
+        self.task_script = path / "task.sbatch"
         self.send_script = path / "send.sh"
         self.serve_log = path / "serve.log"
+        self.task_log = path / "task.log"
         self.submitit = path / "submitit"
         self.jobs = path / "jobs.json"
         self.events = path / "events"
@@ -170,12 +191,14 @@ class RunDir:
         self.gpus = path / "gpus.jsonl"
         self.engine = path / "engine"
         self.engine_log = self.engine / "engine.log"
+        self.container_pid = self.engine / "container.pid"
         self.facts = self.engine / "facts"
         self.inengine = path / "inengine"
         self.points = path / "points"
         self.client = path / "inclient" / "bench_client.py"
         self.claims = path / "claims"
         self.used = path / "used.json"
+        self.profile = path / "profile"
 
     @property
     def run_id(self) -> str:
@@ -183,11 +206,16 @@ class RunDir:
         return self.path.name
 
     def log(self, which: str) -> Path:
-        """The log of the ``engine``, or what the ``serve`` or ``sweep`` job printed."""
+        """The log of the ``engine``, or what the ``serve``, ``sweep`` or ``task`` job printed."""
         if which == "sweep":
             logs = sorted(self.submitit.glob("*_0_log.out"), key=lambda path: path.stat().st_mtime)
             return logs[-1] if logs else self.submitit / "0_0_log.out"
-        return {"engine": self.engine_log, "serve": self.serve_log}[which]
+        return {"engine": self.engine_log, "serve": self.serve_log, "task": self.task_log}[which]
+
+    @property
+    def is_task(self) -> bool:
+        """Whether the run serves nothing."""
+        return self.task_script.exists()
 
     def create(self) -> None:
         """Makes the directory (mode 0700) and its folders. Slurm makes none: a job without them dies unheard.
@@ -210,7 +238,8 @@ class RunDir:
         append_line(self.events / f"{writer}.jsonl", Event(
             time=time.time(), writer=writer, event=event, reason=reason, job_id=job_id, point=point))
 
-    def read_events(self, writers: Iterable[Writer] = ("submit", "serve", "sweep", "inside", "cancel")) -> list[Event]:
+    def read_events(self, writers: Iterable[Writer] = (
+            "submit", "serve", "sweep", "inside", "task", "cancel")) -> list[Event]:
         """The events of ``writers``, by time."""
         events = [event for writer in writers for event in read_lines(self.events / f"{writer}.jsonl", Event)]
         return sorted(events, key=lambda event: event.time)
@@ -231,9 +260,9 @@ class RunDir:
         The latter also cover a submission that was cut off, and a run that was sent by hand.
         """
         ids: dict[str, str] = {job.role: job.job_id for job in self.read_jobs().jobs if job.job_id}
-        events = self.read_events(["serve", "sweep"])
+        events = self.read_events(["serve", "sweep", "task"])
         written: dict[str, str] = {event.writer: event.job_id for event in events if event.job_id}
-        return {role: ids.get(role) or written[role] for role in ("serve", "sweep", "controller")
+        return {role: ids.get(role) or written[role] for role in ("serve", "sweep", "task", "controller")
                 if role in ids or role in written}
 
     def read_rows(self) -> list[Row]:
@@ -295,7 +324,7 @@ class Runs:
     def ladder(self, name: str) -> list[RunDir]:
         """All rungs of the ladder that the run ``name`` belongs to, in order; the run alone if it does not."""
         run = self.find(name)
-        rungs = read_record(run.plan, _Ladder).ladder
+        rungs = read_record(run.plan, Outline).ladder
         return [RunDir(run.path.parent / run_id) for run_id in rungs] or [run]
 
     def _latest(self) -> RunDir:
@@ -305,7 +334,7 @@ class Runs:
             raise UsageError("there are no runs yet", where=str(self.folder), remedy="isambard-serve submit RECIPE")
         ladder: tuple[str, ...] = ()
         with contextlib.suppress(ServeError):
-            ladder = read_record(newest[0].plan, _Ladder).ladder
+            ladder = read_record(newest[0].plan, Outline).ladder
         rungs = [RunDir(self.folder / run_id) for run_id in ladder] or newest
         return next((rung for rung in reversed(rungs) if rung.read_events(["serve"])), rungs[0])
 

@@ -27,16 +27,19 @@ class Node(Record, frozen=True):
 class Container(Record, frozen=True):
     """How the engine's container is run.
 
-    ``runtime`` ``none`` starts ``command`` on the node itself; ``apptainer`` runs the recipe's image, whose SIF
-    lies in ``images_dir``, with ``args`` (and ``binds``: host folders seen under the same path inside);
-    ``simulated`` starts the package's own simulated engine, with ``args``.
+    ``runtime`` ``none`` starts ``command`` on the node itself; ``apptainer`` and ``podman-hpc`` run it in the
+    recipe's image, with the runtime's ``args`` and with ``binds``, host folders seen under the same path inside
+    (the runs' folder and ``HF_HOME`` are, anyway); ``simulated`` starts the package's own simulated engine, with
+    ``args``. ``images_dir`` is where apptainer's images lie. ``local`` is a folder of the node's own, in memory, for
+    temporary files and compiled kernels.
     """
 
-    runtime: Literal["none", "apptainer", "simulated"]
+    runtime: Literal["none", "apptainer", "podman-hpc", "simulated"]
     command: tuple[str, ...] = ("vllm",)
     images_dir: str | None = None
     args: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
+    local: str = "/tmp"  # noqa: S108 - a folder of the run's own is made in it
 
 
 class Sweep(Record, frozen=True):
@@ -165,6 +168,8 @@ def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False)
             if from_afar and name in site.example:
                 assumed.append(name)
                 return site.example[name]
+            if name == "UID":  # shells have it, and export it to nobody
+                return str(os.getuid())
             raise UsageError(f"${name} is not set", where=f"site {site.name}",
                              remedy=f"run this where {name} is set (a login node of {site.name}), or set it")
         return _VARIABLE.sub(value, text)
@@ -173,6 +178,7 @@ def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False)
         site.container,
         images_dir=fill(site.container.images_dir) if site.container.images_dir else None,
         binds=tuple(fill(bind) for bind in site.container.binds),
+        local=fill(site.container.local),
         command=tuple(fill(word) for word in site.container.command),
     )
     values = {key: fill(value) for key, value in site.set.items()}

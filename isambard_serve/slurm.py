@@ -87,13 +87,17 @@ class Slurm:
     def _call(self, *argv: str, timeout_s: float = 60) -> Completed:
         return self._runner(argv, env=self._env, timeout_s=timeout_s)
 
-    def submit(self, script: Path, *, dependency: str | None = None) -> str:
+    def submit(self, script: Path, *, dependency: str | None = None, exclude: str | None = None) -> str:
         """Submits ``script`` and returns the job's id.
+
+        Args:
+            exclude: nodes that it shall not run on, in place of those that the script excludes.
 
         Raises:
             HostError: Slurm refused it, or its answer holds no job id.
         """
-        options = [f"--dependency={dependency}"] if dependency else []
+        wanted = {"dependency": dependency, "exclude": exclude}
+        options = [f"--{name}={value}" for name, value in wanted.items() if value]
         done = self._call("sbatch", "--parsable", *options, str(script))
         match = re.match(r"\s*(\d+)(?:;\S+)?\s*$", done.stdout)
         if done.returncode != 0 or not match:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from isambard_serve.records import STATES, Event, Jobs, State
+from isambard_serve.records import HOLDERS, STATES, Event, Jobs, State
 from isambard_serve.slurm import JobState
 
 SILENCE_S = 60.0
@@ -24,10 +24,11 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
         slurm: what Slurm says of the run's jobs; jobs it does not know (or an outage) are left out.
         silence_s: seconds since the run last wrote anything on its node; None if it never has.
     """
-    noted = next((job.job_id for job in jobs.jobs if job.role == "serve"), None)
+    events, resent = since_resent(events)
+    role, noted = next(((job.role, job.job_id) for job in jobs.jobs if job.role in HOLDERS), ("serve", None))
     serve = noted or next((event.job_id for event in events if event.event == "started"), None)
     # A submission that was taken for refused, and ran all the same, is what its jobs say it is.
-    ran = any(event.writer == "serve" for event in events)
+    ran = any(event.writer in HOLDERS for event in events)
     own = [event for event in events if event.event in STATES
            and not (ran and event.writer == "submit" and event.event == "failed")]
     answer = slurm.get(serve) if serve else None
@@ -40,9 +41,9 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
     if serve and answer and answer.ended:
         teller = "" if serve.startswith("local-") else "Slurm: "
         if answer.state == "CANCELLED":
-            return "cancelled", f"{teller}the serve job was cancelled"
+            return "cancelled", f"{teller}the {role} job was cancelled"
         if answer.state == "COMPLETED":
-            return "failed", f"{teller}the serve job ended before the run said that it was done"
+            return "failed", f"{teller}the {role} job ended before the run said that it was done"
         return "failed", f"{teller}{answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
     reached: State = "submitted"
@@ -52,10 +53,20 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
     if answer and answer.state == "COMPLETING" and STATES.index(reached) < STATES.index("stopping"):
         return "stopping", "Slurm: COMPLETING" + (f" ({answer.reason})" if answer.reason else "")
     if reached == "submitted":
-        return _submitted(jobs, serve, slurm)
+        now, why = _submitted(jobs, serve, slurm)
+        return now, "; ".join(part for part in (resent, why) if part) or None
     if answer is None and silence_s is not None and silence_s > SILENCE_S:
         return "unknown", f"last was {reached}; no sign of life for {silence_s:.0f} s, and Slurm does not say"
     return reached, _cut_off(jobs)
+
+
+def since_resent(events: Sequence[Event]) -> tuple[Sequence[Event], str | None]:
+    """The events since the serve job was last sent again, and why it was; all of them if it never was."""
+    for place in range(len(events) - 1, -1, -1):
+        if events[place].event == "resent":
+            cancelled = [event for event in events[:place] if event.writer == "cancel"]
+            return [*cancelled, *events[place + 1:]], events[place].reason
+    return events, None
 
 
 def _submitted(jobs: Jobs, serve: str | None, slurm: Mapping[str, JobState]) -> tuple[State, str | None]:

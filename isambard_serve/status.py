@@ -14,9 +14,8 @@ from isambard_serve import state
 from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
 from isambard_serve.local import Local
-from isambard_serve.plan import Plan
-from isambard_serve.records import Run
-from isambard_serve.run import RunDir, read_record, write_whole
+from isambard_serve.records import HOLDERS, Run
+from isambard_serve.run import Outline, RunDir, read_record, write_whole
 from isambard_serve.slurm import JobState, Slurm, Use
 
 ENDS = ("done", "failed", "cancelled")
@@ -32,7 +31,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         slurm: asked about jobs whose files do not say that the run has ended; None asks nobody. Jobs that are
             processes of this machine are looked for in any case.
     """
-    plan = read_record(run.plan, Plan)
+    plan = read_record(run.plan, Outline)
     events = run.read_events()
     jobs = run.read_jobs()
     ids = run.job_ids()
@@ -80,13 +79,13 @@ def _binding(run: RunDir) -> str | None:
 def _silence_s(run: RunDir) -> float | None:
     """Seconds since the engine's node wrote anything; None if it never has."""
     newest = 0.0
-    for path in (run.samples, run.events / "serve.jsonl", run.engine_log):
+    for path in (run.samples, *(run.events / f"{holder}.jsonl" for holder in HOLDERS), run.engine_log, run.task_log):
         with contextlib.suppress(OSError):
             newest = max(newest, path.stat().st_mtime)
     return time.time() - newest if newest else None
 
 
-def _used(run: RunDir, plan: Plan, slurm: Slurm | None, ids: dict[str, str]) -> dict[str, Use]:
+def _used(run: RunDir, plan: Outline, slurm: Slurm | None, ids: dict[str, str]) -> dict[str, Use]:
     """What the run's jobs have held, by the accounting; empty until it knows that all have ended.
 
     What it says once is kept in the run directory, and it is asked no oftener than the site allows.
@@ -105,9 +104,10 @@ def _used(run: RunDir, plan: Plan, slurm: Slurm | None, ids: dict[str, str]) -> 
     return used
 
 
-def _node_hours(run: RunDir, plan: Plan, *, ended: bool) -> float | None:
+def _node_hours(run: RunDir, plan: Outline, *, ended: bool) -> float | None:
     """What the serve job has held, by the run's own clock: from its first event to its last, or to now."""
-    times = [event.time for event in run.read_events(["serve"])]
+    events, _ = state.since_resent(run.read_events(HOLDERS))
+    times = [event.time for event in events]
     if not times:
         return None
     held_s = (times[-1] if ended else time.time()) - times[0]

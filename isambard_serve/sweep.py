@@ -73,9 +73,8 @@ def inside(run_dir: str, over: int) -> None:
 
 
 def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequence[str], endpoint: Endpoint) -> None:
-    beside = [*step, *plan.container_argv]
-    client = Client(command=[*beside, *plan.client_command], script=run.client, metrics=f"{endpoint.url}/metrics",
-                    fallback=[*beside, *plan.bench_command], env=_generator_environment(run, plan),
+    client = Client(command=[*step, *plan.client_command], script=run.client, metrics=f"{endpoint.url}/metrics",
+                    fallback=[*step, *plan.bench_command], env=_generator_environment(run, plan),
                     log=run.points / "client.log", note=lambda why: run.record(writer, "note", reason=why))
     loop = points.Loop(run, plan, claim, writer=writer, client=client, node=endpoint.node,
                        port=endpoint.url.rpartition(":")[2])

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import audit, gpus, inengine, process, slurm
+from isambard_serve import audit, gpus, inengine, nodelocal, process, slurm
 from isambard_serve.audit import Audit
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
@@ -108,6 +108,7 @@ class Watcher:
         self._plan = plan
         self._client = client
         self._child = child
+        self._root = child.pid
         self._deadline = deadline
         self._terminated = terminated
         self._over = threading.Event()
@@ -212,7 +213,8 @@ class Watcher:
                     self._run.record("serve", "note", reason=f"healthy, but no completion yet: {error}")
                 self._over.wait(5.0)
         self._activity = Activity(time.monotonic())
-        self._processes = engine_processes(self._child.pid)
+        self._root = nodelocal.root_process(self._run, self._child.pid)
+        self._processes = engine_processes(self._root)
         with contextlib.suppress(OSError):
             self._settle()
         self._ready.set()
@@ -227,7 +229,7 @@ class Watcher:
         """Puts the API servers where they belong, and keeps how the binding came out: before any row is judged."""
         try:
             node = read_record(self._run.node, NodeFacts)
-            result = audit.settle(Path("/"), self._child.pid, self._run.read_facts(), node.topology, node.binding)
+            result = audit.settle(Path("/"), self._root, self._run.read_facts(), node.topology, node.binding)
         except (OSError, ServeError) as error:
             result = Audit(findings=(f"could not be looked at: {error}",))
         if result.verdict is False:
@@ -306,6 +308,7 @@ def serve(run: RunDir, argv: list[str]) -> int:
         _dismiss_sweep(run)
     finally:
         process.stop(child, STOP_GRACE_S)
+        nodelocal.clear(plan, os.environ)
     if end.event == "done":
         run.record("serve", "done", reason=end.reason, job_id=job_id)
     return end.exit_code

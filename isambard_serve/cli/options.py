@@ -79,9 +79,13 @@ def choose_site(name: str | None, *, from_afar: bool = False, placement: Any = N
 
 def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = None, runs_dir: str | None = None,
                resumes: str | None = None) -> list[Plan]:
-    """The plans of one run, or of the rungs of a ladder, at ``chosen``."""
-    from isambard_serve import plan, run
+    """The plans of one run, or of the rungs of a ladder, at ``chosen``; nodes found bad of late are left out."""
+    from isambard_serve import health, plan, run
 
+    bad = health.bad_nodes(Path(chosen.runs_dir)) if chosen.scheduler == "slurm" else []
+    for node in bad:
+        say(f"note: {node.node} is left out, where run {node.run_id} found: {'; '.join(node.faults)}")
+    chosen = health.avoiding(chosen, bad)
     ids = [run.checked_id(run_id)] if run_id else [run.new_id(recipe.name) for recipe in recipes]
     return [plan.make(recipe, chosen, run_id=own, runs_dir=str(Path(runs_dir or chosen.runs_dir).absolute()),
                       python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else (), resumes=resumes)

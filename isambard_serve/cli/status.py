@@ -51,15 +51,15 @@ def status(name: str | None, site_name: str | None, as_json: bool) -> None:
 @options.run
 @options.site
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
-@click.option("--of", "which", type=click.Choice(["engine", "serve", "sweep"]), default="engine", show_default=True,
-              help="The engine's log, or what the serve or the sweep job printed.")
-def logs(name: str, site_name: str | None, follow: bool, which: str) -> None:
-    """Print a run's log."""
+@click.option("--of", "which", type=click.Choice(["engine", "serve", "sweep"]),
+              help="The engine's log (unless given), or what the serve or the sweep job printed.")
+def logs(name: str, site_name: str | None, follow: bool, which: str | None) -> None:
+    """Print a run's log: its engine's, or what a task printed."""
     from isambard_serve import status as statuses
 
     site = options.choose_site(site_name)
     directory = options.open_runs(site).find(name)
-    path = directory.log(which)
+    path = directory.log("task" if directory.is_task else which or "engine")
     if follow:
         for block in statuses.follow(path, directory, options.open_slurm(site)):
             click.echo(block, nl=False)

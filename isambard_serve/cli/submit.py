@@ -54,7 +54,7 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     _check_cost(plans, max_node_hours)
     if dry_run:
         for plan in plans:
-            launch.check_needs(plan)
+            launch.check_needs(plan.needs)
         click.echo(options.plan_document(plans) if as_json else
                    "\n".join(launch.scripts(plan)["serve.sbatch"] for plan in plans), nl=as_json)
         return

@@ -1,8 +1,9 @@
 """What goes into the engine: a folder for its ``PYTHONPATH``, without any dependency.
 
 vLLM finds the plugin by its entry point and runs it in every EngineCore and worker; the middleware is named on its
-command line. Both are copied into the run directory, which the engine's container sees in any case, so that a run
-keeps exactly what ran in it. Nothing of the rest of this package is imported there.
+command line; ``enter.sh`` is the first program in a container. All are copied into the run directory, which the
+engine's container sees in any case, so that a run keeps exactly what ran in it. Nothing of the rest of this package
+is imported there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ GUARD = "isambard_serve_inengine.guard.Guard"
 
 
 def install(target: Path) -> None:
-    """Copies what goes onto the engine's ``PYTHONPATH`` to the folder ``target``."""
+    """Copies what goes onto the engine's ``PYTHONPATH``, and ``enter.sh``, to the folder ``target``."""
     here = Path(__file__).resolve().parent
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copy(here / "enter.sh", target)
     for source in sorted(here.glob("isambard_serve_inengine*")):
         shutil.copytree(source, target / source.name, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("__pycache__"))

@@ -29,7 +29,8 @@ from typing import IO, Any, NamedTuple, Self, TypeVar
 
 from tests.cluster import accounting as books
 from tests.cluster import slurm_conf
-from tests.support import packages, processes
+from tests.support import packages, processes, users
+from tests.support.users import USER
 from tests.support.waiting import wait_until
 
 T = TypeVar("T")
@@ -37,7 +38,6 @@ Argv = Sequence[str | Path]
 Completed = subprocess.CompletedProcess[str]
 
 PACKAGES = ("munge", "slurm-client", "slurm-wlm-basic-plugins", "slurmctld", "slurmd")
-USER = "isambard"
 NODES = ("nid001", "nid002", "nid003", "nid004")
 DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd")
 NOFILE = 524_288  # the hard limit that systemd gives its services
@@ -84,7 +84,7 @@ class PretendCluster:
         packages.need_root("a pretend cluster runs Slurm's daemons and acts as another user")
         folder = folder.resolve()
         _check(folder)
-        cluster = cls(folder, _ordinary_user())
+        cluster = cls(folder, users.ordinary_user())
         with ExitStack() as down:
             down.callback(cluster._clear)
             cluster._lay_out(partition, extra_slurm_conf, accounting, tiny)
@@ -346,14 +346,6 @@ def _check(folder: Path) -> None:
         raise ValueError(f"{folder} is neither empty nor a cluster's")
     if running := [each.pid for each in processes.using(folder) if each.name in DAEMONS]:
         raise ValueError(f"a cluster runs in {folder} already: processes {running}")
-
-
-def _ordinary_user() -> pwd.struct_passwd:
-    with packages.machine_lock():
-        if all(user.pw_name != USER for user in pwd.getpwall()):
-            account = ["--system", "--user-group", "--create-home", "--shell", "/bin/bash"]
-            subprocess.run(["useradd", *account, USER], check=True)
-        return pwd.getpwnam(USER)
 
 
 def _free_ports(count: int) -> int:

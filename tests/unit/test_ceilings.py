@@ -20,7 +20,7 @@ def readings(*reasons: int) -> list[Reading]:
 def node(**found: object) -> Ceilings:
     """A node of two GPUs of which only ``found`` was measured."""
     gpus = tuple(Gpu(index=index, name="NVIDIA H200", uuid=f"GPU-{index}", pci=f"0000:0{index}:00.0",
-                     memory_bytes=150_000_000_000, numa_node=index, local_cpus="0-7", power_limit_w=700.0)
+                     memory_bytes=150_000_000_000, numa_node=index, power_limit_w=700.0)
                  for index in (0, 1))
     plain = Ceilings(node="n1", time=0.0, seconds=6.0, driver="580", torch="2.11", cuda="13.0", gpus=gpus,
                      numa_nodes={"0": "0-7", "1": "8-15"}, topology=())

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from isambard_serve import __version__
+from isambard_serve import __version__, health
 from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
+from isambard_serve.health import BadNode
 from isambard_serve.records import Row, Writer
 from isambard_serve.run import RunDir
 from isambard_serve.slurm import Slurm
@@ -227,8 +229,8 @@ def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
 def test_a_plan_from_afar_names_the_values_that_are_only_examples(cluster: Cluster) -> None:
     result = cluster("plan", "tp4", "--site", "isambard-ai", "--json")
     assert json.loads(result.stdout)["plans"][0]["site"] == "isambard-ai"
-    assert result.stderr == ("note: PROJECTDIR, SCRATCHDIR not set here; isambard-ai's example values are shown in "
-                             "their place\n")
+    assert result.stderr == ("note: PROJECTDIR, SCRATCHDIR, UID not set here; isambard-ai's example values are shown "
+                             "in their place\n")
     assert "$SCRATCHDIR is not set" in cluster("submit", "tp4", "--site", "isambard-ai", code=2).stderr
 
 
@@ -274,6 +276,14 @@ def test_binding_can_be_left_out_to_measure_its_gain(cluster: Cluster, user_file
     unbound = cluster("submit", "bound", "--dry-run", "--no-numa-bind").stdout
     assert ("--no-numa-bind" in unbound, "membind" in unbound) == (True, False)
     assert "MEMBIND /opt/engine/bin/vllm serve" in cluster("plan", "bound").stdout
+
+
+def test_a_node_that_was_found_bad_of_late_is_left_out_and_said_so(cluster: Cluster) -> None:
+    bad = BadNode(node="nid003", time=time.time(), run_id="r1", faults=("GPU x: it hangs",))
+    health.remember(cluster.runs_dir, bad)
+    done = cluster("submit", "small", "--dry-run")
+    assert "#SBATCH --exclude='nid[001-002],nid003'\n" in done.stdout
+    assert done.stderr == "note: nid003 is left out, where run r1 found: GPU x: it hangs\n"
 
 
 @pytest.fixture
@@ -616,7 +626,7 @@ def test_a_recipe_is_compared_with_another_in_the_engines_words(cluster: Cluster
 def test_a_submission_without_slurm_is_simulated_and_costs_nothing(
         user_file: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[RunDir]] = []
-    monkeypatch.setattr("isambard_serve.controller.start", lambda found, _: started.append(found))
+    monkeypatch.setattr("isambard_serve.controller.start", lambda found, *_: started.append(found))
     user_file("config.yaml", "site: sandbox")
     user_file("jobs/small.yaml", SMALL)
     result = CliRunner().invoke(main, ["submit", "small", "small"])

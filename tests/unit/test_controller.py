@@ -105,7 +105,7 @@ def test_a_sweep_that_does_not_leave_is_ended(rungs: list[RunDir], monkeypatch: 
 
 def test_the_controller_is_a_process_of_its_own_and_known_to_every_rung(
         rungs: list[RunDir], plans: list[Plan]) -> None:
-    controller.start(rungs, plans)
+    controller.start(rungs, plans[0].python, plans[0].export)
     (job,) = {run.job_ids()["controller"] for run in rungs}
     wait_until(lambda: local.Local().states([job])[job].ended, 20, "the controller's end", interval_s=0.01)
     assert [[event.event for event in run.read_events()] for run in rungs] == [["done"]] * 3
@@ -126,7 +126,7 @@ def test_a_controller_waits_for_the_word_however_long_the_noting_takes(
         noted.append([local.Local().states([job])[job].ended, any(rung.read_events() for rung in rungs)])
 
     monkeypatch.setattr(controller, "_note", slowly)
-    controller.start(rungs, plans)
+    controller.start(rungs, plans[0].python, plans[0].export)
     assert noted == [[False, False]] * 3
     job = rungs[0].job_ids()["controller"]
     wait_until(lambda: local.Local().states([job])[job].ended, 20, "the controller's end", interval_s=0.01)
@@ -146,7 +146,8 @@ def dies(run, ids):
         os._exit(9)
 controller._note = dies
 runs = [RunDir(Path(path)) for path in sys.argv[1:]]
-controller.start(runs, [read_record(run.plan, Plan) for run in runs])
+plan = read_record(runs[0].plan, Plan)
+controller.start(runs, plan.python, plan.export)
 """
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from isambard_serve import recipe, run, validity
 from isambard_serve.cli import main
@@ -135,6 +136,11 @@ def test_the_tutorials_diff_is_what_the_command_prints() -> None:
 
     shown = [line for change in difference.between("tp4", "dp4") if change.engine for line in change.lines()]
     assert "```\n" + "\n".join(shown) + "\n```\n" in (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_where_time_goes_is_what_the_command_prints() -> None:
+    printed = CliRunner().invoke(main, ["trace", str(ROOT / "docs/samples/h200-moe-eager.trace.json.gz")]).stdout
+    assert f"```\n{printed}```\n" in (ROOT / "docs" / "trace.md").read_text(encoding="utf-8")
 
 
 def test_no_tracked_file_names_a_package_indexs_address() -> None:

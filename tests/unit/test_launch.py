@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from submitit.core.utils import DelayedSubmission
 
 from isambard_serve import launch, local, recipe
 from isambard_serve import plan as plans
+from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
 from isambard_serve.plan import Plan
@@ -121,8 +122,8 @@ def test_what_is_missing_is_refused_before_anything_is_written_or_sent(plan: Pla
     fake = FakeSlurm()
     image, weights = tmp_path / "none.sif", tmp_path / "weights"
     needy = msgspec.structs.replace(plan, needs=(
-        plans.Need(path=str(image), what="the engine's image", remedy="pull it"),
-        plans.Need(path=str(weights), what="the model's weights", remedy="fetch them")))
+        Need(path=str(image), what="the engine's image", remedy="pull it"),
+        Need(path=str(weights), what="the model's weights", remedy="fetch them")))
     with pytest.raises(UsageError, match=r"none\.sif: the engine's image not found\n.*pull it"):
         launch.submit([(needy, small_recipe())], Slurm({}, fake))
     image.touch()
@@ -132,6 +133,20 @@ def test_what_is_missing_is_refused_before_anything_is_written_or_sent(plan: Pla
     assert not Path(plan.run_dir).exists()
     weights.mkdir()
     launch.submit([(needy, small_recipe())], Slurm({}, fake))
+
+
+def test_what_only_a_program_knows_is_asked_of_it() -> None:
+    asked: list[Sequence[str]] = []
+
+    def runner(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -> Completed:
+        asked.append(argv)
+        return said(returncode=len(asked) - 1)
+
+    need = Need(what="the engine's image", remedy="pull it", command=("podman-hpc", "image", "exists", "a b"))
+    launch.check_needs([need], runner)
+    with pytest.raises(UsageError, match=r"podman-hpc image exists 'a b': the engine's image not found\n.*pull it"):
+        launch.check_needs([need], runner)
+    assert asked == [need.command] * 2
 
 
 def test_a_refused_serve_job_leaves_nothing_in_the_queue(plan: Plan) -> None:
@@ -370,11 +385,11 @@ def here(tmp_path: Path) -> list[launch.Rung]:
 
 
 def test_without_slurm_one_controller_takes_all_rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[RunDir], list[Plan]]] = []
+    started: list[tuple[object, ...]] = []
     monkeypatch.setattr("isambard_serve.controller.start", lambda *given: started.append(given))
     rungs = here(tmp_path)
     runs = launch.submit(rungs, None)
-    assert started == [(runs, [plan for plan, _ in rungs])]
+    assert started == [(runs, rungs[0][0].python, rungs[0][0].export)]
     assert [[event.event for event in run.read_events()] for run in runs] == [["submitted"]] * 3
     assert not list(tmp_path.glob("*/send.sh"))
     assert not list(tmp_path.glob("*/sweep.sbatch"))

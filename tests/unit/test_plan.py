@@ -10,6 +10,7 @@ import pytest
 
 from isambard_serve import plan as plans
 from isambard_serve import site as sites
+from isambard_serve.container import Need
 from isambard_serve.errors import UsageError
 from isambard_serve.plan import Plan, Slot
 from isambard_serve.site import Directives, Site
@@ -100,28 +101,7 @@ def test_more_gpus_than_a_node_has_are_refused() -> None:
         small_plan(RUNS, {"resources": {"gpus": 8}})
 
 
-def test_a_recipe_without_an_image_cannot_run_where_the_engine_needs_a_container() -> None:
-    with pytest.raises(UsageError, match="recipe tiny: image: names no image"):
-        made("tiny", isambard())
-
-
-@pytest.mark.parametrize(("image", "sif"), [
-    ("vllm/vllm-openai:v0.33.0", "/images/vllm-openai_v0.33.0.sif"),
-    ("registry.example:5000/a/b:tag", "/images/b_tag.sif"),
-    ("a/b@sha256:0123", "/images/b_sha256_0123.sif"),
-    ("/mine/my engine.sif", "/mine/my engine.sif"),
-])
-def test_an_image_is_the_file_that_apptainer_makes_of_it_and_it_is_needed(image: str, sif: str) -> None:
-    site = isambard()
-    site = msgspec.structs.replace(site, container=msgspec.structs.replace(site.container, images_dir="/images"))
-    plan = small_plan(RUNS, {"image": image}, site)
-    assert plan.container_argv[-1] == sif
-    (need,) = [need for need in plan.needs if need.what == "the engine's image"]
-    assert need.path == sif
-    assert ("docker://" in need.remedy) is not image.endswith(".sif")
-
-
-def weights(plan: Plan) -> list[plans.Need]:
+def weights(plan: Plan) -> list[Need]:
     """What ``plan`` needs for its model."""
     return [need for need in plan.needs if need.what == "the model's weights"]
 
@@ -141,8 +121,8 @@ def test_how_to_fetch_the_weights_can_be_typed_and_runs_in_a_job_with_the_engine
     cache = plan.environment["HF_HOME"]
     assert command[0] == "srun"
     assert "--gpus=1" in command
-    assert command[command.index("env"):] == ["env", f"HF_HOME={cache}", "HF_HUB_OFFLINE=0", *plan.container_argv,
-                                              "hf", "download", "small-model"]
+    assert command[command.index("env"):] == ["env", f"HF_HOME={cache}", "HF_HUB_OFFLINE=0",
+                                              *plan.bench_command[:-3], "hf", "download", "small-model"]
     assert "/mine/my engine.sif" in command
 
 
@@ -161,11 +141,20 @@ def test_the_variables_that_decide_whether_weights_are_needed_are_those_of_the_e
     assert small_plan(RUNS, {"model": "/models/small"}, site).needs == ()
 
 
-def test_the_container_sees_the_sites_folders_and_the_runs() -> None:
-    argv = made("tp4", isambard()).container_argv
-    assert argv[:3] == ("apptainer", "exec", "--nv")
-    assert [argv[at + 1] for at, word in enumerate(argv) if word == "--bind"] == [
-        "/scratch/PROJECT/USER.PROJECT", "/projects/PROJECT", str(RUNS)]
+def test_an_overlay_must_be_there_and_goes_before_the_installed_packages() -> None:
+    plan = small_plan(RUNS, {"engine": {"overlay": "/patched", "env": {"PYTHONPATH": "/mine"}}})
+    assert [(need.what, need.path) for need in plan.needs] == [("the overlay of Python packages", "/patched")]
+    assert f"PYTHONPATH={RUNS}/{RUN_ID}/inengine:/patched:/mine" in plan.inside_argv
+
+
+def test_the_load_generators_run_in_the_engines_container() -> None:
+    plan = small_plan(RUNS, {"image": "/mine.sif"}, isambard())
+    for command in (plan.container_argv, plan.client_command, plan.bench_command):
+        assert command[:3] == ("apptainer", "exec", "--pid")
+        assert "/mine.sif" in command
+    assert plan.client_command[-4:] == (
+        "--interactive", "python3", f"{RUNS}/{RUN_ID}/inclient/bench_client.py", "vllm.benchmarks.serve")
+    assert plan.bench_command[-4:] == (f"{RUNS}/{RUN_ID}/inengine/enter.sh", "vllm", "bench", "serve")
 
 
 def test_the_engine_listens_on_loopback_at_a_port_that_the_node_finds() -> None:

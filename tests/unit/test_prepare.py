@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isambard_serve import prepare
+from isambard_serve import health, prepare
 from isambard_serve.errors import HostError, ServeError
+from isambard_serve.health import Health, bad_nodes
 from isambard_serve.prepare import NodeFacts
 from isambard_serve.run import RunDir, Runs
 from tests.unit import machines
-from tests.unit.helpers import Stubs, said, small_plan, written_run
+from tests.unit.helpers import Stubs, said, small_plan, submitted, written_run
 
 GPUS = """\
 0, NVIDIA GH200 120GB, GPU-aa, 00000009:01:00.0, 565.57.01, 97871 MiB, 660.00 W, 1980 MHz, Default, Disabled
@@ -65,8 +66,8 @@ def test_what_to_bind_where_is_worked_out_and_left_for_the_script_and_the_record
     assert facts.slots["membind"] == ["numactl", "--membind=0-3"]
     assert facts.numactl == "available: 36 nodes (0-35)\n"
     assert [gpu.pci for gpu in facts.topology.gpus] == ["0009:01:00.0", "0019:01:00.0"]
-    (note,) = [event for event in run.read_events() if event.event == "note"]
-    assert "pages are 64 KiB" in str(note.reason)
+    notes = [str(event.reason) for event in run.read_events() if event.event == "note"]
+    assert [note for note in notes if "pages are 64 KiB" in note]
 
 
 def test_a_node_whose_memory_cannot_be_bound_binds_the_ranks_alone_and_says_so(
@@ -87,6 +88,39 @@ def test_a_job_that_was_given_the_wrong_cores_says_so_and_runs_unbound(tmp_path:
     prepare.prepare(run, tmp_path)
     assert run.slots.read_text().splitlines()[1:] == ["membind=()", "numa_bind=()"]
     assert "no core beside GPU 0009:01:00.0" in str(run.read_events()[1].reason)
+
+
+def test_a_job_on_a_bad_node_starts_no_engine_remembers_the_node_and_is_sent_again(
+        bound: tuple[RunDir, Path], stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, root = bound
+    monkeypatch.setenv("SLURMD_NODENAME", "nid003")
+    bad = Health(faults=("GPU GPU-aa: it hangs", "GPU GPU-bb: it hangs"))
+    monkeypatch.setattr(health, "check", lambda uuids, env: bad)
+    stubs.add("sbatch", 'echo "$*" > sent; echo 201')
+    for program in ("scontrol", "squeue", "scancel"):
+        stubs.add(program, "true")
+    run.write_jobs(submitted())
+    assert prepare.prepare(run, root) is False
+    assert "--exclude=nid[001-002],nid003" in Path("sent").read_text()
+    assert not run.slots.exists()
+    assert not run.key.exists()
+    assert msgspec.json.decode(run.node.read_bytes(), type=NodeFacts).health == bad
+    assert [(node.node, node.run_id) for node in bad_nodes(run.path.parent)] == [("nid003", run.run_id)]
+    why = "node nid003 is bad: GPU GPU-aa: it hangs; GPU GPU-bb: it hangs"
+    assert str(run.read_events()[-1].reason).startswith(why)
+    monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
+    with pytest.raises(ServeError, match="a third is not tried"):
+        prepare.main()
+    assert run.read_events()[-1].event == "failed"
+
+
+def test_the_script_ends_when_its_job_was_sent_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "prepare", lambda _: False)
+    monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
+    with pytest.raises(SystemExit) as end:
+        prepare.main()
+    assert end.value.code == 1
+    assert run.read_events() == []
 
 
 @pytest.mark.parametrize(("changes", "why"), [

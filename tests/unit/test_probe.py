@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from isambard_serve import hostmemory, kernelcheck, probe
+from isambard_serve import hostmemory, kernelcheck, probe, topology
 from isambard_serve.ceilings import Gpu
 from isambard_serve.errors import HostError
 from isambard_serve.probe import Load, Probe, sustain
@@ -90,7 +90,7 @@ def test_a_chip_that_slows_down_has_a_burst_and_a_lower_rate_that_it_keeps(chip:
 
 
 def test_what_fails_is_noted_and_what_is_left_is_measured() -> None:
-    gpu = Gpu(index=0, name="chip", uuid="GPU-0", pci="", memory_bytes=1, numa_node=None, local_cpus=None,
+    gpu = Gpu(index=0, name="chip", uuid="GPU-0", pci="", memory_bytes=1, numa_node=None,
               power_limit_w=None)
     measured = Probe(Torch(Chip()), [gpu], None, seconds=0.0)       # this PyTorch has no tensors at all
     assert measured.matmuls("bf16") == []
@@ -115,33 +115,14 @@ def test_a_machine_without_a_gpu_is_refused_with_the_host_errors_exit_code(
     assert not (tmp_path / "out.json").exists()
 
 
-def test_the_nodes_with_cpus_are_found_and_those_of_bare_memory_left_out(tmp_path: Path) -> None:
-    for node, cpus in (("node0", "0-71"), ("node10", "72-143"), ("node2", "")):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(f"{cpus}\n")
-    assert hostmemory.numa_nodes(tmp_path) == {"0": "0-71", "10": "72-143"}
-    assert hostmemory.cpus_of("0-2,5") == {0, 1, 2, 5}
-
-
-@pytest.mark.parametrize(("node", "known"), [("1", 1), ("-1", None)])
-def test_a_gpus_node_is_read_and_minus_one_is_unknown(tmp_path: Path, node: str, known: int | None) -> None:
-    device = tmp_path / "0000:01:00.0"
-    device.mkdir()
-    (device / "numa_node").write_text(f"{node}\n")
-    (device / "local_cpulist").write_text("8-15\n")
-    assert hostmemory.near("0000:01:00.0", tmp_path) == (known, "8-15")
-    assert hostmemory.near("0000:02:00.0", tmp_path) == (None, None)
-    assert hostmemory.near("", tmp_path) == (None, None)
-
-
 def test_a_thread_is_bound_to_a_node_and_set_free_again() -> None:
     before = os.sched_getaffinity(0)
-    nodes = hostmemory.numa_nodes()
+    nodes = topology.read(Path("/"), [], None).cpu_nodes
     if not nodes:
         pytest.skip("this kernel shows no NUMA nodes")
     node, cpus = next(iter(nodes.items()))
-    with contextlib.suppress(OSError), hostmemory.bound_to(int(node), hostmemory.cpus_of(cpus)):
-        assert os.sched_getaffinity(0) <= hostmemory.cpus_of(cpus)  # unless a container forbids it
+    with contextlib.suppress(OSError), hostmemory.bound_to(node, cpus):     # a container may forbid it
+        assert os.sched_getaffinity(0) <= cpus
     assert os.sched_getaffinity(0) == before
 
 

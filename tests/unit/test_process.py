@@ -12,6 +12,7 @@ import pytest
 
 from isambard_serve import process
 from isambard_serve.errors import HostError, NoProgramError
+from isambard_serve.process import Completed
 from tests.support.waiting import wait_until
 from tests.unit.helpers import said
 
@@ -78,6 +79,56 @@ def test_a_program_that_ignores_the_request_is_killed_after_the_grace(tmp_path: 
     child = process.start(["bash", "-c", "trap '' TERM; echo ready; while :; do sleep 60; done"], env=ENV, log=log)
     wait_until(log.read_text, 10, "the trap", interval_s=0.01)
     assert process.stop(child, 0.05) == -signal.SIGKILL
+
+
+def test_programs_run_side_by_side_and_each_is_told_of(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # A pipe opens for both of its ends at once: one after another they would never end.
+    done = process.together([
+        (["sh", "-c", f"echo met > {pipe}; echo wrote >&2"], ENV), (["cat", str(pipe)], ENV),
+        (["sh", "-c", "exit 3"], ENV)], 30)
+    assert done == [Completed(returncode=0, stdout="", stderr="wrote\n"),
+                    Completed(returncode=0, stdout="met\n", stderr=""), Completed(returncode=3, stdout="", stderr="")]
+
+
+def test_a_program_that_hangs_is_none_and_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    script = f"trap '' TERM; sleep 60 & echo $! > {pid}; wait"
+    assert process.together([(["bash", "-c", script], ENV), (["echo", "x"], ENV)], 1.0)[0] is None
+    inner = int(pid.read_text())
+    wait_until(lambda: not psutil.pid_exists(inner) or psutil.Process(inner).status() == psutil.STATUS_ZOMBIE, 10,
+               "the inner process to end", interval_s=0.01)
+
+
+def test_one_of_several_programs_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(NoProgramError, match="/no/such cannot be started"):
+        process.together([(["/no/such"], ENV)], 5)
+
+
+def test_a_started_programs_input_says_nothing_and_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    # It ignores every signal that may tell it: the end of its input alone does.
+    inner = "trap '' TERM HUP INT; echo up; cat; echo ended"
+    code = ("import os, pathlib, time; from isambard_serve import process; child = process.start(['sh', '-c', "
+            f"{inner!r}], env=os.environ, log=pathlib.Path({str(log)!r})); time.sleep(60)")
+    starter = process.start([sys.executable, "-c", code], env={**ENV, "PYTHONPATH": os.pathsep.join(sys.path)},
+                            log=tmp_path / "other")
+    wait_until(log.exists, 10, "the program", interval_s=0.01)
+    wait_until(lambda: log.read_text() == "up\n", 10, "its first word", interval_s=0.01)
+    starter.kill()
+    starter.wait()
+    wait_until(lambda: log.read_text() == "up\nended\n", 10, "its end", interval_s=0.01)
+
+
+def test_a_program_that_cannot_be_started_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        process.start(["no-such-program"], env=ENV, log=tmp_path / "log")
+    child = process.start(["true"], env=ENV, log=tmp_path / "log")
+    child.wait()
+    del child
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_stopping_what_has_ended_already_tells_its_exit_code(tmp_path: Path) -> None:

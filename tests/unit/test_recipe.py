@@ -293,3 +293,30 @@ def test_a_folder_that_is_named_like_a_recipe_is_none(isolated: Path) -> None:
     for name in ("dir", "jobs/dir.yaml"):
         with pytest.raises(UsageError):
             recipe.locate(name)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "MY_API_KEY", "DB_PASSWORD", "X_SECRET"])
+def test_a_secret_has_no_place_in_a_recipe(write: Write, name: str) -> None:
+    path = write("mine.yaml", SMALL.replace("version: 0.33.0", f"version: 0.33.0, env: {{{name}: x}}"))
+    with pytest.raises(UsageError, match=rf"engine\.env\.{name}: a secret would be written.*\n.*HF_TOKEN_PATH"):
+        recipe.load(str(path))
+
+
+def test_a_secrets_file_may_be_named(write: Write) -> None:
+    path = write("mine.yaml", SMALL.replace("version: 0.33.0", "version: 0.33.0, env: {HF_TOKEN_PATH: /home/me/token}"))
+    assert recipe.load(str(path))[0].engine.env == {"HF_TOKEN_PATH": "/home/me/token"}
+
+
+def test_the_paths_of_a_sif_and_of_an_overlay_are_found_from_the_recipes_folder(write: Write) -> None:
+    path = write("deep/mine.yaml", SMALL.replace("version: 0.33.0", "version: 0.33.0, overlay: ./patched")
+                 + "image: ../mine.sif\n")
+    loaded_one, _ = recipe.load(str(path))
+    assert loaded_one.image == str(path.parent.parent / "mine.sif")
+    assert loaded_one.engine.overlay == str(path.parent / "patched")
+
+
+@pytest.mark.parametrize("overlay", ["patched", "'/a:b'", '"/a\\nb"', "''"])
+def test_an_overlay_that_cannot_be_on_the_path_of_modules_is_refused(write: Write, overlay: str) -> None:
+    path = write("mine.yaml", SMALL.replace("version: 0.33.0", f"version: 0.33.0, overlay: {overlay}"))
+    with pytest.raises(UsageError, match=r"engine\.overlay: .* is no path"):
+        recipe.load(str(path))

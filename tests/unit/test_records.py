@@ -14,11 +14,11 @@ from isambard_serve.errors import HostError, NotReadyError, ServeError, UsageErr
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import NodeFacts
 from isambard_serve.recipe import Recipe
-from isambard_serve.records import Endpoint, Event, Jobs, Record, Row, Run, Sample
+from isambard_serve.records import Endpoint, Event, Jobs, Record, Row, Run, Sample, Trace
 from isambard_serve.site import Site
 from tests.unit.helpers import some_row, some_run, some_sample
 
-KINDS = [Row, Run, Event, Sample, Endpoint, Jobs, Holder, Plan, NodeFacts, Recipe, Site]
+KINDS = [Row, Run, Event, Sample, Endpoint, Jobs, Holder, Plan, NodeFacts, Recipe, Site, Trace]
 
 
 @pytest.mark.parametrize("kind", KINDS)

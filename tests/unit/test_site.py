@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,12 +114,13 @@ def test_variables_are_filled_from_the_environment() -> None:
     assert filled.runs_dir == "/scratch/p/u/isambard-serve/runs"
     assert filled.container.images_dir == "/scratch/p/u/isambard-serve/images"
     assert filled.container.binds == ("/scratch/p/u", "/projects/p")
+    assert filled.container.local == f"/local/user/{os.getuid()}"
     assert filled.set["HF_HOME"] == "/scratch/p/u/huggingface"
 
 
 @pytest.mark.parametrize("from_afar", [False, True])
 def test_a_real_value_is_never_replaced_by_an_example(from_afar: bool) -> None:
-    environ = {"SCRATCHDIR": "/real", "PROJECTDIR": "/real"}
+    environ = {"SCRATCHDIR": "/real", "PROJECTDIR": "/real", "UID": "7"}
     filled, assumed = site.resolved(site.load("isambard-ai"), environ, from_afar=from_afar)
     assert (filled.container.binds, assumed) == (("/real", "/real"), [])
 
@@ -126,7 +128,7 @@ def test_a_real_value_is_never_replaced_by_an_example(from_afar: bool) -> None:
 def test_example_values_stand_in_only_from_afar_and_are_named() -> None:
     shown = site.load("isambard-ai")
     filled, assumed = site.resolved(shown, {"PROJECTDIR": "/real"}, from_afar=True)
-    assert assumed == ["SCRATCHDIR"]
+    assert assumed == ["SCRATCHDIR", "UID"]
     assert filled.container.binds == (shown.example["SCRATCHDIR"], "/real")
     with pytest.raises(UsageError, match=r"site isambard-ai: \$SCRATCHDIR is not set"):
         site.resolved(shown, {"PROJECTDIR": "/real"})

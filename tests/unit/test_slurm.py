@@ -192,6 +192,12 @@ def test_in_an_outage_no_use_is_known(outage: object) -> None:
     assert Slurm({}, FakeSlurm(sacct=outage)).used(["101"]) == {}
 
 
+def test_nodes_can_be_left_out() -> None:
+    fake = FakeSlurm()
+    Slurm({}, fake).submit(SCRIPT, exclude="nid[001-002],nid003")
+    assert fake.calls == [("sbatch", "--parsable", "--exclude=nid[001-002],nid003", str(SCRIPT))]
+
+
 def test_a_pending_job_gets_another_dependency_and_a_refusal_is_no_error() -> None:
     fake = FakeSlurm(scontrol=said(stderr="Job dependency problem", returncode=1))
     Slurm({}, fake).depend("103", "afterany:101")

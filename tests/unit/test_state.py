@@ -38,6 +38,20 @@ def test_a_state_once_reached_is_not_left_for_an_earlier_one() -> None:
     assert state.fold(events("serve:ready", "sweep:measuring", "serve:loading"), JOBS, RUNNING, 0.0)[0] == "measuring"
 
 
+def test_a_job_that_was_sent_again_begins_anew_and_says_why() -> None:
+    again = events("submit:submitted", "serve:started", "serve:resent:node nid001 is bad")
+    waiting = {"101": JobState(state="PENDING", reason="Priority")}
+    assert state.fold(again, JOBS, waiting, 900.0) == ("submitted", "node nid001 is bad; Slurm: PENDING (Priority)")
+    assert state.fold(again, JOBS, {}, 900.0) == ("submitted", "node nid001 is bad")
+    later = [*again, *events("serve:x", "serve:x", "serve:x", "serve:started", "serve:ready")[3:]]
+    assert state.fold(later, JOBS, RUNNING, 0.0)[0] == "ready"
+
+
+def test_a_cancellation_counts_also_if_the_job_was_sent_again_at_the_same_time() -> None:
+    told = events("serve:started", "cancel:cancelled:on request", "serve:resent:node nid001 is bad")
+    assert state.fold(told, JOBS, {}, None) == ("cancelled", "on request")
+
+
 @pytest.mark.parametrize("word", ["sweep:waiting", "sweep:point", "serve:note", "sweep:finished", "sweep:left"])
 def test_a_writers_own_words_are_no_states(word: str) -> None:
     assert state.fold(events("serve:ready", word), JOBS, RUNNING, 0.0) == ("ready", None)

@@ -1,0 +1,82 @@
+"""A serve job that finds its node bad sends itself again, once, to another one.
+
+It stays the same run, whose jobs are others: nothing has been measured yet that the new node could be mixed up with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from isambard_serve.errors import HostError, ServeError
+from isambard_serve.plan import Plan
+from isambard_serve.records import Jobs, SubmittedJob
+from isambard_serve.run import RunDir, Runs
+from isambard_serve.slurm import Slurm
+
+TICK_S = 0.5
+SUBMITTED_S = 30.0
+"""How long the submission may take to note its last job after its first has begun."""
+
+
+def neighbours(run: RunDir, ladder: tuple[str, ...]) -> tuple[str | None, str | None]:
+    """The serve jobs of the nearest rungs of ``ladder`` before and behind ``run`` that nobody has cancelled."""
+    rungs = [RunDir(run.path.parent / run_id) for run_id in ladder]
+    place = ladder.index(run.run_id) if ladder else 0
+
+    def nearest(side: Sequence[RunDir]) -> str | None:
+        return next((rung.job_ids().get("serve") for rung in side if not rung.read_events(["cancel"])), None)
+
+    return nearest(rungs[:place][::-1]), nearest(rungs[place + 1:])
+
+
+def resend(run: RunDir, plan: Plan, node: str, why: str, cluster: Slurm) -> str:
+    """Sends the serve job of ``run`` again, to any node but ``node`` and those that it avoids; returns its id.
+
+    The sweep and the next rung of the ladder wait for the new job instead. A sweep that has begun to wait is
+    cancelled, since it would hold its GPU meanwhile: then the new job measures by itself.
+
+    Raises:
+        ServeError: it has been sent again before, or cannot be.
+        HostError: Slurm refused.
+    """
+    if plan.scheduler == "local":
+        raise ServeError(f"{why}; there is no other node", where=f"node {node}")
+    if any(event.event == "resent" for event in run.read_events(["serve"])):
+        raise ServeError(f"{why}; it was the second node, and a third is not tried", where=f"node {node}")
+    jobs = _jobs(run)
+    avoided = [str(plan.serve_directives["exclude"])] if "exclude" in plan.serve_directives else []
+    entry = SubmittedJob(role="serve", job_id=None, time=time.time())
+    rest = tuple(job for job in jobs.jobs if job.role != "serve")
+    run.write_jobs(Jobs(jobs=(entry, *rest), complete=True))
+    try:
+        job_id = cluster.submit(run.serve_script, exclude=",".join([*avoided, node]))
+    except HostError:
+        run.write_jobs(jobs)
+        raise
+    run.write_jobs(Jobs(jobs=(msgspec.structs.replace(entry, job_id=job_id), *rest), complete=True))
+    Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
+    run.record("serve", "resent", reason=f"{why}; sent again to another node than {node}", job_id=job_id)
+    _, behind = neighbours(run, plan.ladder)
+    if behind:
+        cluster.depend(behind, f"afterany:{job_id}")
+    for sweep in (job.job_id for job in rest if job.role == "sweep" and job.job_id):
+        delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
+        cluster.depend(sweep, f"after:{job_id}{delay}")
+        state = cluster.states([sweep]).get(sweep)
+        if state is None or state.state != "PENDING":
+            cluster.cancel([sweep])
+    return job_id
+
+
+def _jobs(run: RunDir) -> Jobs:
+    """What was submitted, once all of it is noted: the first job may be here before its sweep was sent."""
+    deadline = time.monotonic() + SUBMITTED_S
+    while not run.read_jobs().complete:
+        if time.monotonic() > deadline:
+            raise ServeError("its node is bad, and who submitted it has not noted all of its jobs: sent by hand?",
+                             where=f"run {run.run_id}", remedy="submit it again")
+        time.sleep(TICK_S)
+    return run.read_jobs()

@@ -1,0 +1,150 @@
+"""`trace` as it is typed: on real recordings, on folders and runs, and on what cannot be broken down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from isambard_serve.cli import main
+from isambard_serve.run import RunDir
+from tests.unit import traces
+from tests.unit.helpers import HERE, PRETEND, RUN_ID, small_plan, written_run
+
+Write = Callable[[str, str], Path]
+
+SAMPLES = HERE.parents[1] / "docs" / "samples"
+EAGER = SAMPLES / "h200-moe-eager.trace.json.gz"
+
+
+def typed(*words: str | Path, code: int = 0) -> tuple[str, str]:
+    """What `trace` prints to stdout and to stderr."""
+    result = CliRunner().invoke(main, ["trace", *map(str, words)])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout, result.stderr
+
+
+def document(*words: str | Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(typed(*words, "--json")[0])
+    return read
+
+
+def test_the_document_has_the_names_that_were_promised() -> None:
+    read = document(EAGER)
+    assert list(read) == ["schema", "ranks", "steps", "step_ms", "buckets", "unmatched_share"]
+    assert read["schema"] == "isambard-serve/trace/1"
+    assert {frozenset(bucket) for bucket in read["buckets"]} == {
+        frozenset(("name", "ms", "share", "launches", "floor_ms"))}
+
+
+def test_a_real_decode_loop_launched_kernel_by_kernel() -> None:
+    read = document(EAGER)
+    (rank,) = read["ranks"]
+    assert (rank["found_by"], read["steps"], rank["left_out"], rank["launches"]) == ("marks", 5, 0, 191)
+    buckets = {bucket["name"]: bucket["ms"] for bucket in read["buckets"]}
+    assert sum(buckets.values()) - buckets["idle"] == pytest.approx(rank["kernel_ms"] / 5, rel=0.005)
+    assert read["unmatched_share"] < 0.02
+    assert 0.12 < rank["busy_ms"] / read["step_ms"] < 0.14  # the GPU waits for the program to launch
+
+
+def test_the_table_says_all_that_there_is_and_stderr_what_was_read() -> None:
+    out, err = typed(EAGER)
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["bucket", "ms", "share", "launches"]
+    assert [line[0] for line in lines[2:10]] == ["MoE", "norm/elementwise", "attention", "dense", "act+quant",
+                                                "sampling", "copies", "idle"]
+    assert "5 steady steps of 15.153 ms with 191 kernels each, on 1 × NVIDIA H200; found by the program's marks" in out
+    assert err == f"read {EAGER.name}\n"
+
+
+def test_floors_stand_beside_what_is_and_are_drawn(write: Write, tmp_path: Path) -> None:
+    floors = write("floors.json", '{"MoE GEMM": 0.3, "idle": 0}')
+    out, _ = typed(EAGER, "--floors", floors, "--plot", tmp_path / "p.svg")
+    rows = {line.split("  ")[0].strip(): line.split()[-2:] for line in out.splitlines() if line}
+    assert rows["MoE GEMM"] == ["0.300", "2.3"]
+    assert rows["attention"] == ["-", "-"]
+    assert rows["idle"] == ["0.000", "-"]
+    picture = (tmp_path / "p.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert {bucket["name"]: bucket["floor_ms"] for bucket in document(EAGER, "--floors", floors)["buckets"]
+            if bucket["floor_ms"] is not None} == {"MoE GEMM": 0.3, "idle": 0.0}
+
+
+@pytest.mark.parametrize(("text", "complaint"), [
+    ('{"MoE GEM": 1}', "there is no bucket 'MoE GEM'\n  → did you mean 'MoE GEMM'?"),
+    ('{"x": 1}', "there is no bucket 'x'\n  → known buckets: comms, MoE GEMM"),
+    ('{"MoE GEMM": "fast"}', "cannot be read"),
+    ("[]", "cannot be read"),
+])
+def test_floors_that_cannot_be_meant_are_refused(text: str, complaint: str, write: Write) -> None:
+    assert complaint in typed(EAGER, "--floors", write("floors.json", text), code=2)[1]
+
+
+def test_a_users_buckets_are_used(write: Write) -> None:
+    table = write("own.yaml", "buckets: [{name: router, kernels: [gatherTopK, bitonicSort]}]")
+    buckets = {bucket["name"]: bucket["launches"] for bucket in document(EAGER, "--buckets", table)["buckets"]}
+    assert (buckets["router"], buckets["norm/elementwise"]) == (6, 139)
+
+
+def test_all_ranks_of_a_folder_are_shown_together_with_what_differs(tmp_path: Path) -> None:
+    for rank in range(2):
+        events = traces.steps(6, layers=3 + rank)
+        for begin in [event["ts"] for event in events if event["name"] == "nvjet"]:
+            events += [traces.kernel("ncclDevKernel_AllReduce", begin + 2.0, 10.0, stream=9),
+                       traces.kernel("_who_knows", begin + 14.0, 1.0)]
+        traces.write(tmp_path / f"rank{rank}.json", events)
+    traces.write(tmp_path / "frontend.json.gz", [traces.call("f")])
+    (tmp_path / "rank0.profiler_out.txt").write_text("a table")
+    out, err = typed(tmp_path, "--plot", tmp_path / "p.png")
+    assert "6 steady steps" in out
+    assert "on 2 × a GPU that the trace does not name; found by the kernels that come back" in out
+    assert "busiest is rank 1 with 0.156 ms, idlest rank 0 with 0.121 ms" in out
+    assert "comms: 0.010 ms a step, 100.0% of it behind other kernels" in out
+    assert "0.060 - 0.080" in out
+    assert "0.7% of the busy time; most of it on rank" in out
+    assert "0.001 ms, 1.0 launches: _who_knows\n  → give them a bucket with --buckets FILE" in out
+    assert "frontend.json.gz: no GPU kernels in it" in err
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_is_found_at_the_site_and_before_that_where_it_was_collected(
+        write: Write, user_file: Write, tmp_path: Path) -> None:
+    site = write("here.yaml", PRETEND.read_text().replace("/shared/runs", str(tmp_path / "runs")))
+    user_file("config.yaml", f"site: {site}\n")
+    run = written_run(small_plan(tmp_path / "runs"))
+    for steps, place in ((4, run), (5, RunDir(Path("results") / RUN_ID))):
+        place.profile.mkdir(parents=True)
+        traces.write(place.profile / "rank0.json", traces.steps(steps))
+        assert document(RUN_ID)["steps"] == steps
+    assert document(run.path)["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "20261129-181258-other-3f2a", "latest"])
+def test_what_is_neither_a_path_nor_a_run_is_refused(name: str, user_file: Write) -> None:
+    user_file("config.yaml", f"site: {PRETEND}\n")
+    assert "error: " in typed(name, code=2)[1]
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no trace" in typed(tmp_path / "empty", code=2)[1]
+
+
+def test_a_trace_of_a_cpu_is_read_and_said_to_hold_nothing(tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "cpu.json.gz", [traces.call("f"), traces.mark("ProfilerStep#1", 0, 9)])
+    out, err = typed(path, code=1)
+    assert out == ""
+    assert "cpu.json.gz: holds no GPU kernels\n  → it was recorded on a CPU" in err
+
+
+def test_a_picture_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+    assert "p.nonsense: cannot be written" in typed(EAGER, "--plot", tmp_path / "p.nonsense", code=2)[1]
+
+
+def test_without_matplotlib_the_picture_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert "pip install 'isambard-serve[plot]'" in typed(EAGER, "--plot", tmp_path / "p.png", code=2)[1]
