@@ -177,21 +177,27 @@ def settle(root: Path, first: int, facts: Sequence[EngineFacts], topology: Topol
         return Audit(not_applicable=binding.not_applicable)
     if binding.applied and binding.server_cpus:
         servers = numbers(binding.server_cpus)
+        others = numbers(topology.cpus_allowed) - servers
         for process in see(root, first, facts):
-            pin(root, process.pid, servers if process.role == "server" else numbers(process.cpus) - servers)
+            narrow(root, process.pid, servers if process.role == "server" else others)
     processes = see(root, first, facts)
     refuted, unknown = judge(processes, topology, binding)
     return Audit(verdict=False if refuted else None if unknown else True, findings=(*refuted, *unknown),
                  processes=tuple(processes))
 
 
-def pin(root: Path, pid: int, cpus: Iterable[int]) -> None:
-    """Has all threads of a process run on ``cpus`` alone. Threads that end meanwhile, or may not be moved, are left."""
+def narrow(root: Path, pid: int, cpus: Iterable[int]) -> None:
+    """Has all threads of a process run on none but ``cpus``: on those of its own among them, or if none is, on all.
+
+    Threads that end meanwhile, or may not be moved, are left.
+    """
     wanted = frozenset(cpus)
-    for _ in range(_PASSES if wanted else 0):
+    for _ in range(_PASSES):
         for thread in (root / "proc" / str(pid) / "task").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(thread.name), wanted)
+                own = os.sched_getaffinity(int(thread.name))
+                if not own <= wanted:
+                    os.sched_setaffinity(int(thread.name), own & wanted or wanted)
 
 
 def judge(processes: Sequence[Seen], topology: Topology, binding: Binding) -> tuple[list[str], list[str]]:

@@ -24,6 +24,8 @@ from isambard_serve.site import Site
 LIMIT_S = 60.0
 """How long a GPU may take over its first context and a matrix product; a healthy one takes 1 to 3 s."""
 
+SILENT = f"nvidia-smi gives no answer within {LIMIT_S:.0f} s"
+
 FREE = 0.95
 """The share of a GPU's memory that should be free before the engine takes its own."""
 
@@ -64,8 +66,8 @@ def check(uuids: Sequence[str], env: Mapping[str, str], limit_s: float = LIMIT_S
     described = {words[0]: dict(zip(FIELDS, words, strict=False))
                  for words in (line.split(", ") for line in said.splitlines())}
     active = nvlinks(links)
-    faults: list[str] = []
-    remarks: list[str] = [] if described else ["nvidia-smi does not tell of compute mode, errors and clocks"]
+    faults: list[str] = [] if asked[0] else [SILENT]
+    remarks: list[str] = [] if described or faults else ["nvidia-smi does not tell of compute mode, errors and clocks"]
     gpus = []
     for uuid, tried in zip(uuids, asked[2:], strict=True):
         gpu = {"uuid": uuid, **described.get(uuid, {}), "tried": _words(tried)}

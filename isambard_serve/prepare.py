@@ -64,14 +64,14 @@ def free_port() -> int:
         return port
 
 
-def visible_gpus(env: dict[str, str], runner: process.Runner = process.run) -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU; empty where there is no nvidia-smi or it fails."""
+def visible_gpus(env: Mapping[str, str], limit_s: float = gpuhealth.LIMIT_S) -> list[dict[str, str]] | None:
+    """What nvidia-smi says of each GPU; nothing where it is missing or fails, None where it gives no answer."""
     if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
         return []
-    try:
-        done = runner(["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"], env=env)
-    except HostError:
-        return []
+    argv = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    (done,) = process.together([(argv, env)], limit_s)
+    if done is None:
+        return None
     lines = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
     return [dict(zip(_GPU_FIELDS, line, strict=False)) for line in lines]
 
@@ -89,9 +89,13 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
     """What this node is, as seen by this process, and all slots of ``plan``, filled."""
     env = dict(os.environ)
     gpus = visible_gpus(env)
-    found = topology.read(root, gpus, env.get("CUDA_VISIBLE_DEVICES"))
-    health = (Health(not_applicable="the engine is simulated") if plan.simulated
-              else gpuhealth.check([gpu.uuid for gpu in found.gpus], env))
+    found = topology.read(root, gpus or [], env.get("CUDA_VISIBLE_DEVICES"))
+    if plan.simulated:
+        health = Health(not_applicable="the engine is simulated")
+    elif gpus is None:
+        health = Health(faults=(gpuhealth.SILENT,))
+    else:
+        health = gpuhealth.check([gpu.uuid for gpu in found.gpus], env)
     bound = _binding(plan, found)
     words = binding.slots(bound)
     remarks = [*health.remarks, *binding.remarks(found)]
@@ -105,7 +109,7 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
         kernel=platform.release(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
-        gpus=gpus,
+        gpus=gpus or [],
         topology=found,
         binding=bound,
         health=health,

@@ -43,10 +43,10 @@ def resend(run: RunDir, plan: Plan, node: str, why: str, cluster: Slurm) -> str:
         HostError: Slurm refused.
     """
     if plan.scheduler == "local":
-        raise ServeError(f"{why}; there is no other node", where=f"node {node}")
+        raise ServeError(f"{why}; there is no other node")
     if any(event.event == "resent" for event in run.read_events(["serve"])):
-        raise ServeError(f"{why}; it was the second node, and a third is not tried", where=f"node {node}")
-    jobs = _jobs(run)
+        raise ServeError(f"{why}; it was the second node, and a third is not tried")
+    jobs = _jobs(run, why)
     avoided = [str(plan.serve_directives["exclude"])] if "exclude" in plan.serve_directives else []
     entry = SubmittedJob(role="serve", job_id=None, time=time.time())
     rest = tuple(job for job in jobs.jobs if job.role != "serve")
@@ -71,12 +71,12 @@ def resend(run: RunDir, plan: Plan, node: str, why: str, cluster: Slurm) -> str:
     return job_id
 
 
-def _jobs(run: RunDir) -> Jobs:
+def _jobs(run: RunDir, why: str) -> Jobs:
     """What was submitted, once all of it is noted: the first job may be here before its sweep was sent."""
     deadline = time.monotonic() + SUBMITTED_S
     while not run.read_jobs().complete:
         if time.monotonic() > deadline:
-            raise ServeError("its node is bad, and who submitted it has not noted all of its jobs: sent by hand?",
-                             where=f"run {run.run_id}", remedy="submit it again")
+            raise ServeError(f"{why}; and it cannot be sent again: nobody has noted all of its jobs",
+                             remedy="submit it again")
         time.sleep(TICK_S)
     return run.read_jobs()

@@ -77,7 +77,8 @@ def test_the_real_servers_threads_are_moved_off_the_ranks_cores(engine: Engine) 
             assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} <= {frozenset(cpus)}
     finally:
         for pid, cpus in before.items():
-            audit.pin(Path("/"), pid, cpus)
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cpus)
 
 
 def test_the_worker_names_its_rank_and_its_kernels_and_no_gpu_that_it_has_not(engine: Engine) -> None:

@@ -212,10 +212,10 @@ def test_on_real_processes_servers_are_moved_off_the_ranks_cores_with_all_their_
     assert affinities["VLLM::EngineCore_DP0"] == [{first}, {first}]
 
 
-def test_a_process_that_is_gone_cannot_be_pinned_and_harms_nothing(child: Shown) -> None:
+def test_a_process_that_is_gone_cannot_be_moved_and_harms_nothing(child: Shown) -> None:
     gone = child("true")
     gone.wait()
-    audit.pin(Path("/"), gone.pid, [0])
+    audit.narrow(Path("/"), gone.pid, [0])
     assert isinstance(audit.see(Path("/"), os.getpid()), list)
 
 

@@ -89,6 +89,11 @@ def test_a_gpu_that_hangs_holds_nobody_and_is_named(node: Stubs) -> None:
     assert found.gpus[1]["tried"] == "no answer"
 
 
+def test_an_nvidia_smi_that_hangs_is_a_fault(node: Stubs) -> None:
+    node.add("nvidia-smi", "exec sleep 60")
+    assert health.check(["GPU-aa"], environment(node), limit_s=1.0).faults == (health.SILENT,)
+
+
 def test_an_nvidia_smi_that_does_not_understand_the_question_makes_no_bad_node(node: Stubs) -> None:
     node.add("nvidia-smi", "echo 'Field \"x\" is not a valid field to query.'; exit 2")
     found = health.check(["GPU-aa"], environment(node))

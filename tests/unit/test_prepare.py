@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from isambard_serve import health, prepare
-from isambard_serve.errors import HostError, ServeError
+from isambard_serve.errors import ServeError
 from isambard_serve.health import Health, bad_nodes
+from isambard_serve.plan import Plan
 from isambard_serve.prepare import NodeFacts
-from isambard_serve.run import RunDir, Runs
+from isambard_serve.run import RunDir, Runs, read_record
 from tests.unit import machines
-from tests.unit.helpers import Stubs, said, small_plan, submitted, written_run
+from tests.unit.helpers import Stubs, small_plan, submitted, written_run
 
 GPUS = """\
 0, NVIDIA GH200 120GB, GPU-aa, 00000009:01:00.0, 565.57.01, 97871 MiB, 660.00 W, 1980 MHz, Default, Disabled
@@ -156,7 +157,7 @@ def test_without_slurm_there_is_no_job_to_find(run: RunDir) -> None:
 
 def test_each_gpu_is_described_in_nvidia_smis_own_words(stubs: Stubs) -> None:
     stubs.add("nvidia-smi", f"cat <<'EOF'\n{GPUS}EOF")
-    gpus = prepare.visible_gpus({"PATH": str(stubs.folder) + ":/usr/bin:/bin"})
+    gpus = prepare.visible_gpus({"PATH": str(stubs.folder) + ":/usr/bin:/bin"}) or []
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-aa", "GPU-bb"]
     assert gpus[1] == {"index": "1", "name": "NVIDIA GH200 120GB", "uuid": "GPU-bb", "pci.bus_id": "00000019:01:00.0",
                        "driver_version": "565.57.01", "memory.total": "97871 MiB", "power.limit": "[N/A]",
@@ -169,11 +170,19 @@ def test_a_node_without_nvidia_smi_or_with_a_broken_one_has_no_gpus_to_tell_of(s
     assert prepare.visible_gpus(path) == []
     stubs.add("nvidia-smi", "")
 
-    def hangs(*_: object, **__: object) -> object:
-        raise HostError("nvidia-smi gave no answer")
+    stubs.add("nvidia-smi", "echo garbage; exit 9")
+    assert prepare.visible_gpus({"PATH": f"{stubs.folder}:/usr/bin:/bin"}) == []
 
-    assert prepare.visible_gpus(path, lambda *_, **__: said("garbage", returncode=9)) == []
-    assert prepare.visible_gpus(path, hangs) == []  # type: ignore[arg-type]
+
+def test_a_node_whose_nvidia_smi_gives_no_answer_is_a_bad_one(
+        bound: tuple[RunDir, Path], stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    stubs.add("nvidia-smi", "exec sleep 60")
+    assert prepare.visible_gpus({"PATH": f"{stubs.folder}:/usr/bin:/bin"}, 0.5) is None
+    monkeypatch.setattr(prepare, "visible_gpus", lambda _: None)
+    run, root = bound
+    facts = prepare.node_facts(read_record(run.plan, Plan), root)
+    assert facts.health.faults == ("nvidia-smi gives no answer within 60 s",)
+    assert facts.gpus == []
 
 
 def test_a_node_that_cannot_be_prepared_says_so_before_its_job_ends(
