@@ -28,7 +28,6 @@ _PASSES = 3
 _KERNEL_PAGE = re.compile(r"kernelpagesize_kB=(\d+)")
 _BOUND = re.compile(r"bind(?:=[\w|]+)?:(.+)")
 
-
 Role = Literal["rank", "core", "server"]
 
 
@@ -230,20 +229,34 @@ def _judged(process: Seen, topology: Topology, binding: Binding, beside: Mapping
         if servers and not numbers(process.cpus) <= servers:
             wrong.append(f"may run on CPUs {process.cpus}, of which only {binding.server_cpus} are not the ranks'")
         return wrong, unclear
-    home = beside.get(process.gpu or "")
-    homes, where = set(binding.gpu_nodes), f"its ranks' GPUs are beside {ranges(binding.gpu_nodes)}"
-    on = {node for node, cpus in topology.cpu_nodes.items() if cpus & numbers(process.cpus)}
-    if process.role == "rank" and home is not None:
-        homes, where = {home}, f"its GPU is beside {home}"
-    elif process.role == "rank":
+    homes, where = _homes(process, topology, binding, beside)
+    if process.role == "rank" and beside.get(process.gpu or "") is None:
         unclear.append("which GPU it uses is not known")
-        homes, where = on & homes if len(on) == 1 else set(), "one chip is all that a rank belongs on"
+    on = _on(process, topology)
     if not on <= homes:
         wrong.append(f"may run on CPUs {process.cpus}, beside NUMA nodes {ranges(on)}: {where}")
-    if process.policy and not process.new_memory - topology.hbm <= homes:
+    elif process.policy and not process.new_memory - topology.hbm <= homes:
         wrong.append(f"may put its memory on NUMA nodes {ranges(process.new_memory - topology.hbm)}: {where}")
-    total = sum((process.memory_mib or {}).values())
-    away = sum(mib for node, mib in (process.memory_mib or {}).items() if node not in homes)
-    if away > ASTRAY * total:
-        wrong.append(f"has {away:,.0f} of its {total:,.0f} MiB of memory elsewhere: {where}")
+    elif process.memory_mib:
+        total = sum(process.memory_mib.values())
+        away = sum(mib for node, mib in process.memory_mib.items() if node not in homes)
+        if away > ASTRAY * total:
+            wrong.append(f"has {away:,.0f} of its {total:,.0f} MiB of memory elsewhere: {where}")
     return wrong, unclear
+
+
+def _on(process: Seen, topology: Topology) -> set[int]:
+    """The NUMA nodes on whose CPUs a process may run."""
+    return {node for node, cpus in topology.cpu_nodes.items() if cpus & numbers(process.cpus)}
+
+
+def _homes(process: Seen, topology: Topology, binding: Binding, beside: Mapping[str, int | None]
+           ) -> tuple[set[int], str]:
+    """The NUMA nodes that a rank or a core belongs on, and why."""
+    if process.role == "core":
+        return set(binding.gpu_nodes), f"its ranks' GPUs are beside {ranges(binding.gpu_nodes)}"
+    home = beside.get(process.gpu or "")
+    if home is not None:
+        return {home}, f"its GPU is beside {home}"
+    on = _on(process, topology)
+    return (on & set(binding.gpu_nodes) if len(on) == 1 else set()), "a rank belongs on one chip"

@@ -5,6 +5,7 @@ It stays the same run, whose jobs are others: nothing has been measured yet that
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -59,16 +60,22 @@ def resend(run: RunDir, plan: Plan, node: str, why: str, cluster: Slurm) -> str:
     run.write_jobs(Jobs(jobs=(msgspec.structs.replace(entry, job_id=job_id), *rest), complete=True))
     Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
     run.record("serve", "resent", reason=f"{why}; sent again to another node than {node}", job_id=job_id)
+    with contextlib.suppress(HostError):  # the new job is under way, whatever becomes of those behind it
+        _redirect(run, plan, job_id, [job.job_id for job in rest if job.role == "sweep" and job.job_id], cluster)
+    return job_id
+
+
+def _redirect(run: RunDir, plan: Plan, job_id: str, sweeps: Sequence[str], cluster: Slurm) -> None:
+    """Has what waited for the old serve job of ``run`` wait for ``job_id``."""
     _, behind = neighbours(run, plan.ladder)
     if behind:
         cluster.depend(behind, f"afterany:{job_id}")
-    for sweep in (job.job_id for job in rest if job.role == "sweep" and job.job_id):
-        delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
+    delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
+    for sweep in sweeps:
         cluster.depend(sweep, f"after:{job_id}{delay}")
         state = cluster.states([sweep]).get(sweep)
         if state is None or state.state != "PENDING":
             cluster.cancel([sweep])
-    return job_id
 
 
 def _jobs(run: RunDir, why: str) -> Jobs:

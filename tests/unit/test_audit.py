@@ -76,11 +76,16 @@ def test_an_engine_that_is_bound_as_meant_passes(node: Path) -> None:
 
 def test_a_rank_on_the_wrong_chip_is_found(node: Path) -> None:
     rank(node, RANKS[2], 0, pages={})
-    (wrong, memory), verdict = audited(node).findings, audited(node).verdict
-    assert verdict is False
-    assert wrong == ("VLLM::EngineCore_DP2 (pid 112, GPU 0029:01:00.0) may run on CPUs 0-63, beside NUMA nodes 0: "
-                     "its GPU is beside 2")
-    assert "may put its memory on NUMA nodes 0: its GPU is beside 2" in memory
+    result = audited(node)
+    assert result.verdict is False
+    assert result.findings == ("VLLM::EngineCore_DP2 (pid 112, GPU 0029:01:00.0) may run on CPUs 0-63, beside NUMA "
+                               "nodes 0: its GPU is beside 2",)
+
+
+def test_a_rank_whose_memory_goes_to_another_chip_is_found(node: Path) -> None:
+    rank(node, RANKS[2], 2, policy="bind:2-3")
+    assert audited(node).findings == ("VLLM::EngineCore_DP2 (pid 112, GPU 0029:01:00.0) may put its memory on NUMA "
+                                      "nodes 2-3: its GPU is beside 2",)
 
 
 def test_ranks_that_have_changed_places_are_found(node: Path) -> None:

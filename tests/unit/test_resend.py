@@ -52,6 +52,11 @@ def test_a_sweep_that_has_begun_to_wait_is_cancelled_rather_than_hold_its_gpu(ru
     assert fake.calls[-1] == ("scancel", "102")
 
 
+def test_what_cannot_be_redirected_does_not_undo_the_new_job(run: RunDir) -> None:
+    assert sent(run, FakeSlurm(scontrol=HostError("no answer"))) == "201"
+    assert [event.event for event in run.read_events()] == ["resent"]
+
+
 def test_it_is_sent_again_once(run: RunDir) -> None:
     sent(run, FakeSlurm(squeue=PENDING))
     fake = FakeSlurm()
