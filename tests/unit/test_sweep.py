@@ -82,7 +82,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run whose load generator and whose Slurm are stubs that keep their records beside it."""
     (tmp_path / "result.json").write_text(
-        json.dumps({**good_bench(0), "completed": "C", "total_output_tokens": "T"})
+        json.dumps({**good_bench(0), "median_itl_ms": 60_000.0, "completed": "C", "total_output_tokens": "T"})
         .replace('"C"', "PROMPTS").replace('"T"', "TOKENS"))
     stubs.add("srun", SRUN)
     stubs.add("squeue", 'echo "$SQUEUE"')

@@ -75,6 +75,11 @@ def on_gpu(number: int = 0) -> dict[str, Any]:
     return {"device_type": "cuda", "device": Device(name="GH200", uuid=f"GPU-{number}", pci_bus_id="00000000:01:00.0")}
 
 
+def slow_tokens(**client: float) -> Measured:
+    """A client that gets a token every 40 ms."""
+    return measured({**REAL, "median_itl_ms": 40.0}, evidence=Evidence(client=ClientFacts(**client)))
+
+
 TOLD = [
     ("bench_ended", measured(), measured(REAL, 1)),
     ("bench_ended", measured(), measured(REAL, None)),
@@ -104,8 +109,7 @@ TOLD = [
      measured({**REAL, **LATENCIES, "time_scale": 10}, samples=STEADY)),
     ("client", seen(client=ClientFacts(cpu_share=0.79, loop_lag_p99_ms=0.1)),
      seen(client=ClientFacts(cpu_share=0.81, loop_lag_p99_ms=0.1))),
-    ("client", seen(client=ClientFacts(cpu_share=0.5, loop_lag_p99_ms=0.15)),
-     seen(client=ClientFacts(cpu_share=0.5, loop_lag_p99_ms=0.3))),  # the median ITL of this result is 2.3 ms
+    ("client", slow_tokens(cpu_share=0.5, loop_lag_p99_ms=3.9), slow_tokens(cpu_share=0.5, loop_lag_p99_ms=4.0)),
     ("expected", seen(facts=ranks({}), version="0.33.0"), seen(facts=ranks({}), version="0.26.0")),
     ("expected", seen(facts=ranks({"engine_version": "0.32.0+cpu"}), version="0.32.0"),
      seen(log=Log(version="0.26.0"), version="0.32.0")),
@@ -168,6 +172,9 @@ def test_each_rule_has_an_example_of_either() -> None:
         Sample(time=number, scrape_ms=1) for number in range(30)))),
     ("client", measured()), ("client", seen(client=ClientFacts(cpu_share=None, loop_lag_p99_ms=1))),
     ("client", seen(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=None))),
+    # The median ITL is 2 ms: an idle loop is later than a tenth of that.
+    ("client", seen(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=1.2))),
+    ("client", seen(client=ClientFacts(cpu_share=0.9, loop_lag_p99_ms=9), facts=ranks({}))),  # on the same CPUs
     ("client", measured({**REAL, "median_itl_ms": None},
                         evidence=Evidence(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=1)))),
     ("expected", seen(version="0.33.0")), ("expected", seen(expect=ASKED)),
