@@ -1,10 +1,10 @@
 """A far-side host over SSH, and the one rule that says which SSH is used.
 
-paramiko is configured from ``ssh -G``. Commands go over it: its connection is there sooner than OpenSSH's, and each
-further command costs a round trip instead of a process. Where it cannot log in but OpenSSH can (a security key, a
-key that lies elsewhere), OpenSSH's client is used, and so it is where paramiko could not check the host as the user's
-configuration wants it (revoked keys, authorities). For bulk transfer it is the
-other way round: OpenSSH first, since it does the cryptography at several times the speed.
+paramiko is configured from ``ssh -G``. Commands go over it: it is there first. For bulk OpenSSH comes first, since it
+does the cryptography several times as fast, and a jump doubles it (figures: docs/how-it-works.md, from
+benchmarks/ssh.py). Where one cannot log in and the other can (a key that lies elsewhere, an encrypted key), the other
+is used. Where paramiko could not check the host as the user's configuration wants it (revoked keys, authorities),
+only OpenSSH is.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class Namespace:
 
         On leaving, every process in it is killed.
         """
+        _clear_dead()
         space = cls(f"serve-{os.getpid()}-{secrets.token_hex(2)}-{role}")
         etc = Path("/etc/netns") / space.name
         etc.mkdir(parents=True)
@@ -42,10 +43,7 @@ class Namespace:
             space.ip("link", "set", "lo", "up")
             yield space
         finally:
-            with suppress(TimeoutError):
-                wait_until(space._kill_all, 10, f"the processes of {role} to end")
-            _ip("netns", "delete", space.name)
-            shutil.rmtree(etc, ignore_errors=True)
+            space._delete()
 
     def ip(self, *arguments: str) -> None:
         """Run ``ip`` on this namespace's links."""
@@ -100,9 +98,23 @@ class Namespace:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def _delete(self) -> None:
+        with suppress(TimeoutError):
+            wait_until(self._kill_all, 10, f"the processes of {self.role} to end")
+        _ip("netns", "delete", self.name)
+        shutil.rmtree(f"/etc/netns/{self.name}", ignore_errors=True)
+
     def _kill_all(self) -> bool:
         self.kill()
         return not [pid for pid in self.processes() if _name(str(pid)) is not None and not _is_zombie(pid)]
+
+
+def _clear_dead() -> None:
+    """Delete the namespaces of tests that were killed."""
+    for path in NETNS.glob("serve-*-*-*"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            with suppress(subprocess.CalledProcessError):  # another test is at it
+                Namespace(path.name)._delete()
 
 
 def _enter(path: Path) -> None:
