@@ -19,6 +19,7 @@ _SUMS = {
     "vllm:request_success_total": "requests_total",
     "vllm:prefix_cache_queries_total": "prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total": "prefix_cache_hits_total",
+    "sim:virtual_time_seconds": "engine_time_s",
 }
 _FULLEST = "vllm:kv_cache_usage_perc"
 

@@ -22,7 +22,18 @@ from isambard_serve.local import Local
 from isambard_serve.plan import Plan
 from isambard_serve.records import HOLDERS, Jobs, SubmittedJob
 from isambard_serve.resend import neighbours
-from isambard_serve.run import Outline, RunDir, Runs, job_name, point_name, read_record, write_whole
+from isambard_serve.run import (
+    Outline,
+    RunDir,
+    Runs,
+    append_line,
+    job_name,
+    point_name,
+    read_lines,
+    read_record,
+    write_whole,
+)
+from isambard_serve.search import Step
 from isambard_serve.slurm import Slurm
 from isambard_serve.sweep import sweep
 
@@ -88,13 +99,15 @@ def write(plan: Plan, chosen: recipe.Recipe) -> RunDir:
 
 
 def _valid_points(run: RunDir, plan: Plan) -> set[str]:
-    """The points of ``plan`` that ``run`` has a valid row for."""
+    """The points of ``plan`` that ``run`` has a valid row for; a search has use for any."""
     valid = {point_name(row.concurrency, row.repeat) for row in run.read_rows() if row.valid}
-    return valid & {point.name for point in plan.points}
+    return valid if plan.search else valid & {point.name for point in plan.points}
 
 
 def left(before: RunDir, plan: Plan) -> int:
-    """How many points of ``plan`` the run ``before`` leaves to be measured."""
+    """How many points of ``plan`` the run ``before`` leaves to be measured; at least one where a search broke off."""
+    if plan.search:
+        return 0 if before.knee.exists() else 1
     return len(plan.points) - len(_valid_points(before, plan))
 
 
@@ -102,6 +115,10 @@ def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
     """Copies the valid points of the run ``before``, which are not measured again. Each row says where it was."""
     for name in sorted(_valid_points(before, plan)):
         shutil.copytree(before.points / name, run.points / name)
+    for path in sorted(before.search.glob("*.jsonl")):
+        for step in read_lines(path, Step):
+            if step.kind == "scout":  # it cost the lost run, not this one
+                append_line(run.search / "0000.jsonl", msgspec.structs.replace(step, gpu_s=0.0))
 
 
 def check_needs(needs: Iterable[Need], runner: process.Runner = process.run) -> None:

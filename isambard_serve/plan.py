@@ -16,9 +16,10 @@ import msgspec
 from isambard_serve import __version__, container, flags, inengine
 from isambard_serve.container import Need
 from isambard_serve.errors import UsageError
-from isambard_serve.recipe import Expect, Recipe, ranks, seconds
+from isambard_serve.recipe import END_MARGIN_S, Expect, Recipe, ranks, seconds
 from isambard_serve.records import Record
 from isambard_serve.run import job_name, point_name
+from isambard_serve.search import START_PER_RANK, Space
 from isambard_serve.site import Site
 
 
@@ -81,6 +82,7 @@ class NodeHours(Record, frozen=True):
 class Plan(Record, frozen=True):
     """Everything about a run that is known before it is submitted.
 
+    ``points`` are measured in their order; with a ``search`` there are none yet, and it finds them.
     ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
     ``container_argv`` stands before the engine's command, and ``inside_argv`` between the two, in its container: what
     makes it load the plugin and say its facts. ``client_command`` and ``bench_command`` are whole, container and all.
@@ -107,6 +109,7 @@ class Plan(Record, frozen=True):
     ranks: int
     expect: Expect
     points: tuple[Point, ...]
+    search: Space | None
     limits: Limits
     node_hours: NodeHours
     serve_directives: dict[str, str | bool]
@@ -216,6 +219,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         ranks=ranks(recipe),
         expect=recipe.expect,
         points=_points(recipe),
+        search=_search(recipe, time_s - load_s - END_MARGIN_S),
         limits=Limits(
             load_s=seconds(recipe.resources.load_limit, recipe.name),
             time_s=time_s,
@@ -297,12 +301,33 @@ def _own_flags(recipe: Recipe) -> list[str]:
 
 def _points(recipe: Recipe) -> tuple[Point, ...]:
     bench = recipe.bench
+    if bench.concurrency == "saturate":
+        return ()
     return tuple(
-        Point(concurrency=concurrency, repeat=repeat, prompts=concurrency * bench.prompts_per_concurrency,
-              seed=concurrency * 1000 + repeat)
+        point(concurrency, repeat, bench.prompts_per_concurrency)
         for concurrency in bench.concurrency
         for repeat in range(1, bench.repeats + 1)
     )
+
+
+def point(concurrency: int, repeat: int, prompts_per_concurrency: int) -> Point:
+    """The point of ``concurrency`` and ``repeat``."""
+    return Point(concurrency=concurrency, repeat=repeat, prompts=concurrency * prompts_per_concurrency,
+                 seed=concurrency * 1000 + repeat)
+
+
+def _search(recipe: Recipe, most_s: int) -> Space | None:
+    """What is searched for the knee, in ``most_s`` seconds at the most; None if the recipe lists its points."""
+    bench, args = recipe.bench, recipe.engine.args
+    if bench.concurrency != "saturate":
+        return None
+    parallel, each = args.get("data-parallel-size", 1), args.get("max-num-seqs")
+    parallel = parallel if isinstance(parallel, int) else 1
+    start, most = START_PER_RANK * parallel, each * parallel if isinstance(each, int) else None
+    return Space(
+        isl=bench.isl, osl=bench.osl, start=min(start, most or start), most=most, gpus=recipe.resources.gpus,
+        prompts_per_concurrency=bench.prompts_per_concurrency, repeats=bench.repeats,
+        budget_gpu_s=float(max(1, min(seconds(bench.sweep_limit, recipe.name), most_s)) * recipe.resources.gpus))
 
 
 def _needs(recipe: Recipe, site: Site, environment: dict[str, str], inside: tuple[str, ...]) -> tuple[Need, ...]:

@@ -62,13 +62,13 @@ class Loop:
 
     def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, client: Client, node: str,
                  port: str) -> None:
-        self._run = run
-        self._plan = plan
-        self._claim = claim
+        self.run = run
+        self.plan = plan
+        self.claim = claim
+        self.port = port
         self._writer: Writer = writer
         self._client = client
         self._node = node
-        self._port = port
 
     def measure_all(self) -> None:
         """Measures every point that has no row yet.
@@ -77,11 +77,11 @@ class Loop:
             EngineGoneError: the engine went away; the rows kept so far stay.
             SupersededError: somebody else measures now.
         """
-        left = [point for point in self._plan.points if not (self._run.points / point.name / "row.json").exists()]
+        left = [point for point in self.plan.points if not (self.run.points / point.name / "row.json").exists()]
         if left:
             self.warm_up(max(point.concurrency for point in left))
         for point in left:
-            self._claim.check()
+            self.claim.check()
             self.measure(point)
 
     def warm_up(self, concurrency: int) -> None:
@@ -95,13 +95,13 @@ class Loop:
             EngineGoneError: the engine went away.
             SupersededError: somebody else measures now.
         """
-        osl = min(self._plan.warmup_osl, self._plan.osl)
-        for seed, (prompts, isl) in enumerate(((WARMUP_LONG, self._plan.isl), (concurrency, WARMUP_ISL))):
+        osl = min(self.plan.warmup_osl, self.plan.osl)
+        for seed, (prompts, isl) in enumerate(((WARMUP_LONG, self.plan.isl), (concurrency, WARMUP_ISL))):
             if osl:
-                words = bench.load(self._plan, port=self._port, prompts=prompts, concurrency=prompts,
-                                   seed=bench.ATTEMPT_SEEDS * self._claim.number - seed - 1,
-                                   isl=min(isl, self._plan.isl), osl=osl)
-                with self.sent(words, self._run.points / "warmup.log", "the warm-up") as load:
+                words = bench.load(self.plan, port=self.port, prompts=prompts, concurrency=prompts,
+                                   seed=bench.ATTEMPT_SEEDS * self.claim.number - seed - 1,
+                                   isl=min(isl, self.plan.isl), osl=osl)
+                with self.sent(words, self.run.points / "warmup.log", "the warm-up") as load:
                     self._wait(load, "the warm-up")
 
     def measure(self, point: Point) -> Row:
@@ -113,25 +113,25 @@ class Loop:
             EngineGoneError: the engine went away; nothing is kept of this point but its log.
             SupersededError: somebody else measures now, and this point is theirs.
         """
-        folder = self._run.points / point.name
+        folder = self.run.points / point.name
         folder.mkdir(mode=0o700, exist_ok=True)
         for attempt in range(ATTEMPTS):
-            observer = Observer(self._run)
-            returncode, window = self._generate(point, folder, (self._claim.number - 1) * ATTEMPTS + attempt)
+            observer = Observer(self.run)
+            returncode, window = self._generate(point, folder, (self.claim.number - 1) * ATTEMPTS + attempt)
             result = bench.result(folder)
-            kept = bench.row(self._plan, point, node=self._node, bench=result, returncode=returncode, window=window,
+            kept = bench.row(self.plan, point, node=self._node, bench=result, returncode=returncode, window=window,
                              evidence=observer.gathered(folder, window))
             if not kept.valid:
                 self._check_engine_outlived(point)
             if result is not None or returncode is None:
                 break
-        self._claim.check()
+        self.claim.check()
         try:
             write_once(folder / "row.json", msgspec.json.format(msgspec.json.encode(kept), indent=2))
         except FileExistsError as error:
-            raise SupersededError(f"somebody else has kept {point.name}", where=f"run {self._run.run_id}") from error
+            raise SupersededError(f"somebody else has kept {point.name}", where=f"run {self.run.run_id}") from error
         how = None if returncode == 0 else f"the load generator ended with {returncode}: see {point.name}/bench.log"
-        self._run.record(self._writer, "point", point=point.name, reason=how)
+        self.run.record(self._writer, "point", point=point.name, reason=how)
         return kept
 
     def _generate(self, point: Point, folder: Path, attempt: int) -> tuple[int | None, list[Sample]]:
@@ -142,13 +142,13 @@ class Loop:
         """
         for name in (bench.RESULT, CLIENT, COUNTERS):  # what a predecessor left of them is not this measurement
             (folder / name).unlink(missing_ok=True)
-        words = bench.words(self._plan, point, port=self._port, folder=folder, attempt=attempt)
+        words = bench.words(self.plan, point, port=self.port, folder=folder, attempt=attempt)
         with self.sent(words, folder / "bench.log", point.name) as load:
             began = time.time()
             returncode = self._wait(load, point.name)
         if load.facts:
             write_whole(folder / CLIENT, msgspec.json.encode(load.facts))
-        samples = read_lines(self._run.samples, Sample)
+        samples = read_lines(self.run.samples, Sample)
         if load.counters is None:
             return returncode, [sample for sample in samples if began <= sample.time]
         before, after = load.counters
@@ -166,8 +166,7 @@ class Loop:
         """
         self._check_engine(what)
         while not self._client.settled(TICK_S):
-            self._check_engine(what)
-            self._claim.check()
+            self.check(what)
         load = self._client.start_point(words, log)
         try:
             yield load
@@ -176,19 +175,41 @@ class Loop:
 
     def _wait(self, load: Load, what: str) -> int | None:
         """Waits until ``load`` has ended, and returns how; None if it takes longer than a point may."""
-        limit = time.monotonic() + self._plan.limits.point_s
+        limit = time.monotonic() + self.plan.limits.point_s
         returncode = None
         while returncode is None and time.monotonic() < limit:
             returncode = load.ended(TICK_S)
-            self._check_engine(what)
-            self._claim.check()
+            self.check(what)
         return returncode
 
+    def check(self, what: str) -> None:
+        """Raises EngineGoneError if the engine has gone, and SupersededError if somebody else measures now."""
+        self._check_engine(what)
+        self.claim.check()
+
+    def drain(self, what: str) -> None:
+        """Waits until the engine has let go of the requests of ``what``, as its samples show.
+
+        Raises:
+            EngineGoneError: it went away, or still works on them.
+        """
+        limit = time.monotonic() + DRAIN_S
+        since = time.time()
+        while True:
+            last = read_lines(self.run.samples, Sample)[-1:]
+            if last and last[0].time >= since and not last[0].running and not last[0].waiting:
+                return
+            self.check(what)
+            if time.monotonic() > limit:
+                raise EngineGoneError(f"the engine still works on {what}, which was broken off {DRAIN_S:.0f} s ago",
+                                      where=f"run {self.run.run_id}")
+            time.sleep(TICK_S / 5)
+
     def _check_engine(self, what: str) -> None:
-        gone = serve_end(self._run)
+        gone = serve_end(self.run)
         if gone:
             raise EngineGoneError(f"the engine went away while {what} was measured: {gone}",
-                                  where=f"run {self._run.run_id}")
+                                  where=f"run {self.run.run_id}")
 
     def _check_engine_outlived(self, point: Point) -> None:
         """Raises EngineGoneError if the engine died under a point that went wrong: then it is not the point's fault.
@@ -196,13 +217,13 @@ class Loop:
         A load generator notices at once that its engine has died, the watcher a little later, and nobody if the
         watcher died too. Two samples more are the proof that the engine still answers.
         """
-        before = len(read_lines(self._run.samples, Sample))
+        before = len(read_lines(self.run.samples, Sample))
         limit = time.monotonic() + PROOF_S
-        while len(read_lines(self._run.samples, Sample)) < before + 2:
+        while len(read_lines(self.run.samples, Sample)) < before + 2:
             self._check_engine(point.name)
             if time.monotonic() > limit:
                 raise EngineGoneError(f"the engine gives no sign of life after {point.name} went wrong",
-                                      where=f"run {self._run.run_id}")
+                                      where=f"run {self.run.run_id}")
             time.sleep(TICK_S)
 
 

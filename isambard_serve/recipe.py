@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -76,6 +76,8 @@ class Resources(Record, frozen=True):
 class Bench(Record, frozen=True):
     """The load: ``vllm bench serve`` with random prompts, one point for each concurrency and repeat.
 
+    ``concurrency`` is a list, or ``saturate``: the knee is searched, the smallest concurrency within 2 % of the best
+    throughput, in no more than ``sweep_limit``; ``repeats`` then counts for the knee alone.
     ``isl`` and ``osl`` are input and output length in tokens; each point sends ``prompts_per_concurrency`` ×
     concurrency requests and may take ``point_limit`` at most. A point that was measured for less than
     ``min_window`` is not valid. ``args`` adds flags of ``vllm bench serve``. Before the first point two short loads
@@ -85,10 +87,11 @@ class Bench(Record, frozen=True):
 
     isl: Count
     osl: Count
-    concurrency: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    concurrency: Literal["saturate"] | Annotated[tuple[Count, ...], Meta(min_length=1)] = "saturate"
     repeats: Count = 1
     prompts_per_concurrency: Count = 2
     point_limit: str = "30m"
+    sweep_limit: str = "2h"
     min_window: str = "60s"
     warmup: Annotated[int, Meta(ge=0)] = 32
     args: dict[str, Scalar | list[Scalar]] = {}
@@ -231,7 +234,7 @@ def _is_text(word: str) -> bool:
 def _check_times(recipe: Recipe, where: str) -> None:
     for key in ("time", "load_time", "load_limit", "idle_timeout", "sweep_grace", "sweep_silence"):
         seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
-    for key in ("point_limit", "min_window"):
+    for key in ("point_limit", "sweep_limit", "min_window"):
         seconds(getattr(recipe.bench, key), f"{where}: bench.{key}")
     if seconds(recipe.resources.time, where) <= END_MARGIN_S:
         raise UsageError(f"must be longer than {END_MARGIN_S} s: so long before its end a job stops by itself",
@@ -243,7 +246,8 @@ def _check_bench(recipe: Recipe, where: str) -> None:
         if name.replace("_", "-") in flags.BENCH_OWNED:
             raise UsageError(f"--{name} is set by isambard-serve itself", where=f"{where}: bench.args.{name}",
                              remedy="use the keys of bench instead")
-    if len(set(recipe.bench.concurrency)) != len(recipe.bench.concurrency):
+    listed = recipe.bench.concurrency
+    if listed != "saturate" and len(set(listed)) != len(listed):
         raise UsageError("names a concurrency twice", where=f"{where}: bench.concurrency",
                          remedy="use bench.repeats to measure a point again")
     length, longest = recipe.bench.isl + recipe.bench.osl, recipe.engine.args.get("max-model-len")

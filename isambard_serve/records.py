@@ -57,11 +57,13 @@ class Sample(Record, frozen=True):
     """One reading of the engine's ``/metrics``, summed over its DP ranks (KV cache: the fullest rank).
 
     Counters (``*_total``) count from the engine's start. ``kv_cache_usage``: 1.0 is full. None: the engine has no
-    such metric. ``scrape_ms``: how long the reading took.
+    such metric. ``scrape_ms``: how long the reading took. ``engine_time_s``: the engine's own clock, if its time is
+    not ours (it is simulated).
     """
 
     time: float
     scrape_ms: float
+    engine_time_s: float | None = None
     running: float | None = None
     waiting: float | None = None
     kv_cache_usage: float | None = None
@@ -184,6 +186,7 @@ class Run(Record, frozen=True):
     ``ladder`` is the run id of the ladder's first rung, if the run is one of several that were submitted together.
     ``node_hours`` is what its jobs have held so far: by the site's accounting (``sacct``) once all have ended there,
     else by the run's own ``clock``, which leaves out what lies before the first word and after the last.
+    ``points_planned`` is None where a search decides as it goes.
     ``binding`` is how the audit of the engine's processes came out, in one line; null before it was made.
     """
 
@@ -199,7 +202,7 @@ class Run(Record, frozen=True):
     node_hours_by: Literal["sacct", "clock"]
     directory: str
     points_done: int
-    points_planned: int
+    points_planned: int | None
     points_invalid: int
     binding: str | None
     schema: str = "isambard-serve/run/1"

@@ -54,6 +54,8 @@ FILES = {
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
     "profile/": "traces of the torch profiler, of a run with --profile-at",
     "inclient/": "the load generator's program, as it ran beside the engine",
+    "search/": "how the knee was searched: each scout and point, one file a claim",
+    "sweep.json": "the knee, what the engine was short of there, and the GPU-seconds that the search took",
     "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log, client.json "
                "(how the load generator fared), counters.jsonl (the engine's, right before and right after); and "
                "warmup.log, client.log (what the load generator said between two points)",
@@ -164,6 +166,7 @@ class Outline(msgspec.Struct, frozen=True):
     ladder: tuple[str, ...]
     placement: Literal["dependent", "inside"] = "inside"
     points: tuple[msgspec.Raw, ...] = ()
+    search: msgspec.Raw | None = None
 
 
 class RunDir:
@@ -197,6 +200,8 @@ class RunDir:
         self.points = path / "points"
         self.client = path / "inclient" / "bench_client.py"
         self.claims = path / "claims"
+        self.search = path / "search"
+        self.knee = path / "sweep.json"
         self.used = path / "used.json"
         self.profile = path / "profile"
 
@@ -229,7 +234,7 @@ class RunDir:
         except FileExistsError as error:
             raise UsageError("this run exists already", where=str(self.path),
                              remedy="leave --run-id out, and each submission gets one of its own") from error
-        for folder in (self.submitit, self.events, self.engine, self.points, self.claims):
+        for folder in (self.submitit, self.events, self.engine, self.points, self.claims, self.search):
             folder.mkdir(mode=0o700)
 
     def record(self, writer: Writer, event: str, *, reason: str | None = None, job_id: str | None = None,

@@ -64,7 +64,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         node_hours_by="sacct" if used else "clock",
         directory=str(run.path),
         points_done=sum(1 for _ in run.points.glob("*/row.json")),
-        points_planned=len(plan.points),
+        points_planned=None if plan.search else len(plan.points),
         points_invalid=sum(not row.valid for row in run.read_rows()),
         binding=_binding(run),
     )

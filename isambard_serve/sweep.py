@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from isambard_serve import points, slurm
+from isambard_serve import knee, points, slurm
 from isambard_serve.claim import Claim, SupersededError, newest
 from isambard_serve.client import Client
 from isambard_serve.engine import EngineClient
@@ -81,7 +81,11 @@ def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequen
     try:
         with claim.beating(), client:
             run.record(writer, "measuring", job_id=os.environ.get("SLURM_JOB_ID"))
-            loop.measure_all()
+            found = None
+            if plan.search:
+                found = knee.find(loop, plan.search)
+            else:
+                loop.measure_all()
             claim.check()
         rows = run.read_rows()
         if all(row.output_tok_s is None for row in rows):
@@ -92,7 +96,8 @@ def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequen
         _give_up(run, writer, error)
         raise
     else:
-        run.record(writer, "finished", reason=f"{len(rows)} points measured, {sum(row.valid for row in rows)} valid")
+        counted = f"{len(rows)} points measured, {sum(row.valid for row in rows)} valid"
+        run.record(writer, "finished", reason=f"{found.text}; {counted}" if found else counted)
 
 
 def _opened(run_dir: str) -> tuple[RunDir, Plan]:

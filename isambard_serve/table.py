@@ -82,8 +82,9 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
 def progress(run: Run) -> str:
     """How far a run is, in one line."""
     parts: list[str] = [run.state]
-    if run.points_planned:
-        parts.append(f"{run.points_done} of {run.points_planned} points")
+    if run.points_planned != 0:
+        of = "" if run.points_planned is None else f" of {run.points_planned}"
+        parts.append(f"{run.points_done}{of} points")
     if run.points_invalid:
         parts.append(f"{run.points_invalid} NOT VALID")
     if run.node_hours is not None:

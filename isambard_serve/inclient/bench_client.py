@@ -162,7 +162,8 @@ def metrics(url: str) -> dict[str, Any] | None:
             text = reply.read().decode()
     except (OSError, ValueError, http.client.HTTPException):
         return None
-    lines = [line for line in text.splitlines(keepends=True) if line.startswith("vllm:") and "_bucket{" not in line]
+    lines = [line for line in text.splitlines(keepends=True)
+             if line.startswith(("vllm:", "sim:")) and "_bucket{" not in line]
     return {"time": time.time(), "scrape_ms": (time.monotonic() - began) * 1000, "text": "".join(lines)}
 
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.sandbox.conftest import Newcomer
+from tests.support.waiting import wait_until
 
 QUICK = ("--set", "bench.concurrency=[64, 128]")
 
@@ -20,6 +21,9 @@ def test_the_published_ladder_comes_out_in_its_order_and_near_its_ratios(newcome
     assert collected["simulated"]
     assert all(run["simulated"] for run in collected["runs"])
     assert all(row["valid"] and row["time_scale"] > 1 for row in collected["rows"])
+    # Searched, not listed: the article's concurrency is found where the KV cache is full.
+    assert "knee at concurrency" in collected["runs"][1]["reason"]
+    assert max(row["concurrency"] for row in collected["rows"]) == pytest.approx(2752, rel=0.05)
     tp4, dp4, humming = (max(row["output_tok_s"] for row in collected["rows"] if row["run_id"] == rung)
                          for rung in rungs)
     # The article's ratios: 2.2 and 1.4.
@@ -112,6 +116,21 @@ def test_a_lost_run_is_resumed_without_measuring_a_valid_point_again(newcomer: N
     # The new engine dies in its second point too: one point was taken over, one was measured.
     assert [(row["concurrency"], row["run_id"]) for row in rows] == [(64, lost), (512, resumed)]
     assert all(row["valid"] for row in rows)
+
+
+def test_a_search_that_was_lost_goes_on_where_it_stood_and_repeats_nothing(newcomer: Newcomer) -> None:
+    (lost,) = newcomer.starts("dp4", "--set", "bench.repeats=3")
+    wait_until(lambda: newcomer.run_of(lost)["points_done"], 60, "a point to be kept")
+    newcomer.does("cancel", lost)
+    measured = newcomer.asks("collect", lost)["rows"]
+    (resumed,) = newcomer.starts("--resume", lost)
+    newcomer.waits_for(resumed, "done")
+    rows = newcomer.asks("collect", resumed)["rows"]
+    assert [row for row in rows if row["run_id"] == lost] == measured
+    assert [row["repeat"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["run_id"] == resumed
+    scouts = [path.read_text() for path in (newcomer.runs / resumed / "search").glob("0001.jsonl")]
+    assert not any('"scout"' in text for text in scouts)
 
 
 def test_a_run_with_nothing_left_to_measure_is_not_resumed(newcomer: Newcomer) -> None:

@@ -52,7 +52,7 @@ def test_the_way_back_takes_out_what_the_way_there_put_in() -> None:
 
 def test_what_is_not_the_engines_is_told_apart_and_a_name_is_no_difference() -> None:
     others = [change.key for change in difference.between("tp4", "dp4") if not change.engine]
-    assert others == ["description", "bench.concurrency"]
+    assert others == ["description"]
 
 
 def test_a_flag_that_is_taken_out_an_empty_one_and_one_without_a_value_are_shown_as_they_are_typed(

@@ -105,7 +105,7 @@ def test_a_written_run_is_complete_and_the_owners_alone(plan: Plan) -> None:
     run = launch.write(plan, small_recipe())
     assert {str(path.relative_to(run.path)) for path in run.path.rglob("*")} == {
         "recipe.lock.yaml", "plan.json", "serve.sbatch", "sweep.sbatch", "send.sh", "submitit", "submitit/sweep.pkl",
-        "events", "engine", "points", "claims"}
+        "search", "events", "engine", "points", "claims"}
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     assert run.send_script.stat().st_mode & stat.S_IXUSR
     assert msgspec.json.decode(run.plan.read_bytes(), type=Plan) == plan
