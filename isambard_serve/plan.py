@@ -13,13 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from isambard_serve import __version__, container, flags, inengine
+from isambard_serve import __version__, container, flags, inengine, search
 from isambard_serve.container import Need
 from isambard_serve.errors import UsageError
 from isambard_serve.recipe import END_MARGIN_S, Expect, Recipe, ranks, seconds
 from isambard_serve.records import Record
 from isambard_serve.run import job_name, point_name
-from isambard_serve.search import START_PER_RANK, Space
+from isambard_serve.search import Space
 from isambard_serve.site import Site
 
 
@@ -219,7 +219,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         ranks=ranks(recipe),
         expect=recipe.expect,
         points=_points(recipe),
-        search=_search(recipe, time_s - load_s - END_MARGIN_S),
+        search=search.space(recipe, time_s - load_s - END_MARGIN_S),
         limits=Limits(
             load_s=seconds(recipe.resources.load_limit, recipe.name),
             time_s=time_s,
@@ -314,20 +314,6 @@ def point(concurrency: int, repeat: int, prompts_per_concurrency: int) -> Point:
     """The point of ``concurrency`` and ``repeat``."""
     return Point(concurrency=concurrency, repeat=repeat, prompts=concurrency * prompts_per_concurrency,
                  seed=concurrency * 1000 + repeat)
-
-
-def _search(recipe: Recipe, most_s: int) -> Space | None:
-    """What is searched for the knee, in ``most_s`` seconds at the most; None if the recipe lists its points."""
-    bench, args = recipe.bench, recipe.engine.args
-    if bench.concurrency != "saturate":
-        return None
-    parallel, each = args.get("data-parallel-size", 1), args.get("max-num-seqs")
-    parallel = parallel if isinstance(parallel, int) else 1
-    start, most = START_PER_RANK * parallel, each * parallel if isinstance(each, int) else None
-    return Space(
-        isl=bench.isl, osl=bench.osl, start=min(start, most or start), most=most, gpus=recipe.resources.gpus,
-        prompts_per_concurrency=bench.prompts_per_concurrency, repeats=bench.repeats,
-        budget_gpu_s=float(max(1, min(seconds(bench.sweep_limit, recipe.name), most_s)) * recipe.resources.gpus))
 
 
 def _needs(recipe: Recipe, site: Site, environment: dict[str, str], inside: tuple[str, ...]) -> tuple[Need, ...]:

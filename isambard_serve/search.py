@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from isambard_serve.recipe import Recipe, seconds
 from isambard_serve.records import Record
 
 Saturation = Literal["kv", "waiting", "preemptions", "plateau", "max_num_seqs"]
@@ -113,6 +114,20 @@ class Stop(Record, frozen=True):
     knee: int | None
     saturation: Saturation | None
     reason: str
+
+
+def space(recipe: Recipe, most_s: int) -> Space | None:
+    """What is searched for the knee, in ``most_s`` seconds at the most; None if the recipe lists its points."""
+    bench, args = recipe.bench, recipe.engine.args
+    if bench.concurrency != "saturate":
+        return None
+    parallel, each = args.get("data-parallel-size", 1), args.get("max-num-seqs")
+    parallel = parallel if isinstance(parallel, int) else 1
+    start, most = START_PER_RANK * parallel, each * parallel if isinstance(each, int) else None
+    return Space(
+        isl=bench.isl, osl=bench.osl, start=min(start, most or start), most=most, gpus=recipe.resources.gpus,
+        prompts_per_concurrency=bench.prompts_per_concurrency, repeats=bench.repeats,
+        budget_gpu_s=float(max(1, min(seconds(bench.sweep_limit, recipe.name), most_s)) * recipe.resources.gpus))
 
 
 def saturation(step: Step) -> Saturation | None:
