@@ -83,7 +83,7 @@ def _notes(trace: Trace) -> list[str]:
              f"{len(ranks)} × {gpus}; {', '.join(sorted({_FOUND[rank.found_by] for rank in ranks}))}"]
     left_out = max(rank.left_out for rank in ranks)
     if left_out:
-        lines.append(f"{left_out} steps left out: their launches or their time are not those of the others")
+        lines.append(f"{left_out} more left out: other launches, or another time")
     for name in ranks[0].hidden_ms:
         hidden = sum(rank.hidden_ms[name] for rank in ranks) / len(ranks)
         whole = hidden + next(bucket.ms for bucket in trace.buckets if bucket.name == name)

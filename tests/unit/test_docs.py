@@ -139,7 +139,7 @@ def test_the_tutorials_diff_is_what_the_command_prints() -> None:
 
 
 def test_the_table_of_where_time_goes_is_what_the_command_prints() -> None:
-    printed = CliRunner().invoke(main, ["trace", str(ROOT / "docs/samples/h200-moe-eager.trace.json.gz")]).stdout
+    printed = CliRunner().invoke(main, ["trace", str(ROOT / "docs/samples/h200-moe-graph.trace.json.gz")]).stdout
     assert f"```\n{printed}```\n" in (ROOT / "docs" / "trace.md").read_text(encoding="utf-8")
 
 

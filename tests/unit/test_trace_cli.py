@@ -19,6 +19,8 @@ Write = Callable[[str, str], Path]
 
 SAMPLES = HERE.parents[1] / "docs" / "samples"
 EAGER = SAMPLES / "h200-moe-eager.trace.json.gz"
+GRAPH = SAMPLES / "h200-moe-graph.trace.json.gz"
+TWO = sorted((HERE / "samples").glob("h200-x2-rank*.trace.json.gz"))
 
 
 def typed(*words: str | Path, code: int = 0) -> tuple[str, str]:
@@ -49,6 +51,32 @@ def test_a_real_decode_loop_launched_kernel_by_kernel() -> None:
     assert sum(buckets.values()) - buckets["idle"] == pytest.approx(rank["kernel_ms"] / 5, rel=0.005)
     assert read["unmatched_share"] < 0.02
     assert 0.12 < rank["busy_ms"] / read["step_ms"] < 0.14  # the GPU waits for the program to launch
+
+
+def test_a_real_decode_loop_replayed_as_a_cuda_graph() -> None:
+    read = document(GRAPH)
+    (rank,) = read["ranks"]
+    assert (rank["found_by"], read["steps"], rank["left_out"], rank["launches"]) == ("graphs", 50, 0, 183)
+    buckets = {bucket["name"]: bucket for bucket in read["buckets"]}
+    busy_ms = sum(bucket["ms"] for bucket in buckets.values()) - buckets["idle"]["ms"]
+    assert 50 * busy_ms == pytest.approx(rank["kernel_ms"], rel=0.005)
+    assert read["unmatched_share"] < 0.02
+    assert busy_ms / read["step_ms"] > 0.95
+    launches = {name: bucket["launches"] for name, bucket in buckets.items()}
+    assert (launches["MoE GEMM"], launches["attention"], launches["KV/indexer"], launches["act+quant"]) == (6, 3, 6, 12)
+
+
+def test_two_real_gpus_that_reduce_over_nccl() -> None:
+    read = document(*TWO)
+    first, second = read["ranks"]
+    # The first all-reduce waited for the other rank's profiler to begin: that step is none of the steady ones.
+    assert (first["steps"], first["left_out"], second["steps"], second["left_out"]) == (7, 1, 8, 0)
+    assert first["kernel_ms"] > 3 * second["kernel_ms"]
+    assert first["busy_ms"] == pytest.approx(second["busy_ms"], rel=0.02)
+    comms = next(bucket for bucket in read["buckets"] if bucket["name"] == "comms")
+    assert comms["launches"] == 6
+    assert 0.1 < comms["ms"] < 0.3
+    assert read["unmatched_share"] < 0.02
 
 
 def test_the_table_says_all_that_there_is_and_stderr_what_was_read() -> None:
