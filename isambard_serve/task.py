@@ -18,8 +18,8 @@ import msgspec
 
 from isambard_serve import __version__, controller, launch, process, render
 from isambard_serve.container import Need
+from isambard_serve.directives import holder_directives
 from isambard_serve.errors import UsageError
-from isambard_serve.plan import holder_directives
 from isambard_serve.records import Record
 from isambard_serve.run import RunDir, Runs, read_record, write_whole
 from isambard_serve.site import Site
