@@ -166,7 +166,7 @@ class Outline(msgspec.Struct, frozen=True):
     ladder: tuple[str, ...]
     placement: Literal["dependent", "inside"] = "inside"
     points: tuple[msgspec.Raw, ...] = ()
-    search: msgspec.Raw | None = None
+    search: dict[str, object] | None = None
 
 
 class RunDir:

@@ -237,3 +237,8 @@ def test_waiting_tells_each_change_once_and_returns_the_ended_run(
     ended = status.wait(run, None, lambda now: told.append((now.state, now.points_done)))
     assert told == [("submitted", 0), ("started", 0), ("started", 1), ("done", 1)]
     assert (ended.state, ended.reason) == ("done", "all")
+
+
+def test_a_search_has_no_number_of_points_to_come(tmp_path: Path) -> None:
+    searching = small_plan(tmp_path / "runs", {"bench": {"isl": 8, "osl": 4, "concurrency": "saturate"}})
+    assert status.read(written_run(searching)).points_planned is None
