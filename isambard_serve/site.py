@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from isambard_serve import config, shipped, yamlfile
+from isambard_serve.ceilings import Expected
 from isambard_serve.errors import UsageError, nearest
 from isambard_serve.records import Record
 
@@ -18,10 +19,11 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 class Node(Record, frozen=True):
-    """A node's shape: GPUs, CPU cores (all of them, over all chips)."""
+    """A node's shape: GPUs, CPU cores (all of them, over all chips), memory of each GPU in GiB."""
 
     gpus: int
     cpus: int
+    gpu_gib: float | None = None
 
 
 class Container(Record, frozen=True):
@@ -68,6 +70,7 @@ class Site(Record, frozen=True):
     ``scheduler`` ``local`` runs jobs as processes of this machine, one rung after another. ``placement`` says who
     measures: ``dependent`` a job of its own, ``inside`` the serve job itself.
     ``export`` names the variables of the submitting shell that jobs see; ``unset`` those a job drops.
+    ``ceilings`` is what each of its GPUs should reach: what ``probe`` is compared with, and ``plan`` reckons with.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Site(Record, frozen=True):
     unset: tuple[str, ...] = ()
     set: dict[str, str] = {}
     example: dict[str, str] = {}
+    ceilings: Expected = Expected()
 
 
 def folders() -> list[Path]:

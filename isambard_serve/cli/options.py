@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from isambard_serve.cost import Forecast
     from isambard_serve.plan import Plan
     from isambard_serve.recipe import Recipe
     from isambard_serve.run import Runs
@@ -92,14 +93,25 @@ def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = Non
             for recipe, own in zip(recipes, ids, strict=True)]
 
 
-def plan_document(plans: Sequence[Plan]) -> bytes:
-    """The plans as one JSON document. What a run will reach is not modelled yet, and nothing is guessed."""
+def forecasts(recipes: Sequence[Recipe], chosen: Site) -> list[Forecast | None]:
+    """What each recipe is expected to reach at ``chosen``; None where the model or the site is not known enough."""
+    from isambard_serve import cost, modelconfig
+
+    return [cost.forecast(recipe, chosen, modelconfig.find(recipe.model, {**chosen.set, **recipe.engine.env}))
+            for recipe in recipes]
+
+
+def plan_document(plans: Sequence[Plan], expected: Sequence[Forecast | None]) -> bytes:
+    """The plans as one JSON document, each with what it is expected to reach (null where nothing is known)."""
     import msgspec
 
     from isambard_serve import records
 
     return records.document("plan", plans=[
-        {**msgspec.to_builtins(plan), "predicted_output_tok_s": None, "predicted_knee": None} for plan in plans])
+        {**msgspec.to_builtins(plan),
+         "predicted_output_tok_s": round(forecast.output_tok_s, 1) if forecast else None,
+         "predicted_knee": forecast.knee if forecast else None,
+         "predicted": msgspec.to_builtins(forecast)} for plan, forecast in zip(plans, expected, strict=True)])
 
 
 def open_slurm(chosen: Site) -> Slurm | None:

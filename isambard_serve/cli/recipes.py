@@ -79,22 +79,31 @@ def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
 @options.as_json
 def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
          as_json: bool) -> None:
-    """Show what a run would do and at most cost, without doing it."""
+    """Show what a run would do, reach and at most cost, without doing it.
+
+    What it would reach is reckoned from the model's config and the ceilings that the site gives for its GPUs, and is
+    no measurement: docs/roofline.md says how, and how far it was off.
+    """
     import shlex
 
+    from isambard_serve import cost
     from isambard_serve import plan as plans
 
     site = options.choose_site(site_name, from_afar=True)
-    made = options.make_plans([options.load_recipe(name, assignments, time_limit) for name in names], site)
+    recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
+    made = options.make_plans(recipes, site)
+    expected = options.forecasts(recipes, site)
     if as_json:
-        click.echo(options.plan_document(made))
+        click.echo(options.plan_document(made, expected))
         return
-    for each in made:
+    for each, forecast in zip(made, expected, strict=True):
         if each.simulated:
             click.echo("SIMULATED: the engine is a model of one; no GPU is held and nothing is charged.")
         click.echo(f"{each.recipe} at {each.site}: {each.gpus} of a node's {each.node_gpus} GPUs, "
                    f"at most {each.serve_directives['time']} and {each.node_hours.dependent:g} node-hours "
                    f"({each.node_hours.inside:g} without the sweep's own job)")
+        click.echo(cost.words(forecast) if forecast else
+                   f"expected: nothing is known of {each.model}, of {each.site}'s GPUs, or of the two together")
         click.echo(f"points: {', '.join(point.name for point in each.points)} at ISL/OSL "
                    f"{each.isl}/{each.osl}, {each.limits.window_s} s each at least")
         for name, value in each.environment.items():

@@ -55,7 +55,7 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     if dry_run:
         for plan in plans:
             launch.check_needs(plan.needs)
-        click.echo(options.plan_document(plans) if as_json else
+        click.echo(options.plan_document(plans, options.forecasts(recipes, site)) if as_json else
                    "\n".join(launch.scripts(plan)["serve.sbatch"] for plan in plans), nl=as_json)
         return
     slurm = options.open_slurm(site)

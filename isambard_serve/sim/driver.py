@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from functools import partial
 
-from isambard_serve import roofline
-from isambard_serve.sim import metrics
+from isambard_serve.sim import fitted, metrics
 from isambard_serve.sim.load import ClosedLoop, Load, Outcome, Pace
 from isambard_serve.sim.log import Log
 from isambard_serve.sim.scheduler import Engine, Request
@@ -33,7 +32,7 @@ class Driver:
         self._log = log
         self._die = die
         self._changed = threading.Condition()
-        self._engine = Engine(settings.limits, partial(roofline.step_time_s, settings.shape))
+        self._engine = Engine(settings.limits, partial(fitted.step_time_s, settings.shape))
         self._began = time.monotonic()
         self._stopped = False
         self._point = 0

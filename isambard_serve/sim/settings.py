@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from isambard_serve import inengine, roofline
+from isambard_serve import inengine
 from isambard_serve.errors import UsageError
-from isambard_serve.sim import faults
+from isambard_serve.sim import faults, fitted
 from isambard_serve.sim.arguments import Arguments
 from isambard_serve.sim.faults import Faults
 from isambard_serve.sim.scheduler import Limits
@@ -43,7 +43,7 @@ class Settings:
     host: str
     port: int
     api_key: str
-    shape: roofline.Shape
+    shape: fitted.Shape
     limits: Limits
     max_model_len: int
     time_scale: float
@@ -77,7 +77,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
     planted = faults.parse(arguments.every("sim-fault"))
     shape = _shape(arguments, name, planted)
     block_size = arguments.whole("block-size", shape.model.block_size)
-    kv_blocks = arguments.whole("num-gpu-blocks-override", roofline.kv_tokens(shape) // block_size)
+    kv_blocks = arguments.whole("num-gpu-blocks-override", fitted.kv_tokens(shape) // block_size)
     max_num_seqs = arguments.whole("max-num-seqs", 1024)
     return Settings(
         model=name,
@@ -107,15 +107,15 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
     )
 
 
-def _shape(arguments: Arguments, name: str, planted: Faults) -> roofline.Shape:
-    model = roofline.model_for(name)
+def _shape(arguments: Arguments, name: str, planted: Faults) -> fitted.Shape:
+    model = fitted.model_for(name)
     backend = arguments.text("moe-backend", "auto").lower()
     if backend == "auto":
         # vLLM 0.33's own choice for fp4 experts on Hopper.
         backend = "humming" if "humming" in model.expert_token_s else ""
     if planted.wrong_moe_backend is not None:
         backend = planted.wrong_moe_backend or ("marlin" if backend == "humming" else "humming")
-    return roofline.Shape(
+    return fitted.Shape(
         model=model,
         tensor_parallel=arguments.whole("tensor-parallel-size", 1),
         data_parallel=arguments.whole("data-parallel-size", 1),

@@ -198,6 +198,17 @@ def test_a_plan_is_priced_for_several_recipes_and_predicts_nothing_that_is_not_m
         assert entry["node_hours"] == {"inside": 2.0, "dependent": 2.0}
     text = cluster("plan", "tp4").stdout
     assert "at most 04:00:00 and 4 node-hours" in text
+    assert "expected: nothing is known of deepseek-ai/DeepSeek-V4-Flash, of here's GPUs, or of the two together" in text
+
+
+def test_a_plan_says_what_is_expected_where_model_and_site_are_known(cluster: Cluster) -> None:
+    (entry,) = cluster.json("plan", "tp4", "--site", "isambard-ai")["plans"]
+    assert entry["predicted_output_tok_s"] == pytest.approx(5856, rel=0.01)
+    assert entry["predicted_knee"] == entry["predicted"]["knee"] > 1000
+    assert [point["concurrency"] for point in entry["predicted"]["points"]] == [256, 512, 1024, 2048]
+    text = cluster("plan", "tp4", "--site", "isambard-ai").stdout
+    assert "output tok/s at best; the KV cache is full at concurrency" in text
+    assert "node-minutes" in text
     assert "--moe-backend marlin" in text
     assert "SIMULATED" not in text
     assert not cluster.runs_dir.exists()

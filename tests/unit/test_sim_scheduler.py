@@ -8,8 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from isambard_serve import roofline
-from isambard_serve.sim import settings
+from isambard_serve.sim import fitted, settings
 from isambard_serve.sim.load import ClosedLoop, Load
 from isambard_serve.sim.scheduler import Engine, Limits, Request
 
@@ -31,7 +30,7 @@ def load(**changes: int) -> Load:
 def measured(flags: str, concurrency: int) -> tuple[float, float]:
     """Output tok/s of a closed loop of 2 × ``concurrency`` prompts of 1024/1024, and the KV cache's peak."""
     asked = settings.parse(flags.split(), {})
-    sim = Engine(asked.limits, lambda *step: roofline.step_time_s(asked.shape, *step))
+    sim = Engine(asked.limits, lambda *step: fitted.step_time_s(asked.shape, *step))
     peak = 0.0
 
     def observe(*_: float) -> None:
