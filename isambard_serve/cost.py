@@ -6,7 +6,9 @@ as the engine takes, then one token each a step. Those that find no room in the 
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
+from typing import Literal
 
 from isambard_serve import roofline
 from isambard_serve.ceilings import Expected
@@ -15,6 +17,7 @@ from isambard_serve.modelconfig import BF16, ModelConfig
 from isambard_serve.recipe import Recipe, seconds
 from isambard_serve.records import Record
 from isambard_serve.roofline import Rates, Shape, Step
+from isambard_serve.search import NEAR
 from isambard_serve.site import Site
 
 GIB = 2**30
@@ -24,6 +27,10 @@ WORKSPACE_BYTES = 3.33 * GIB
 PyTorch, 0.36 of CUDA graphs, as vLLM 0.26 logged for DeepSeek-V4-Flash's layers on an H200."""
 
 _WORKSPACE_TOKENS = 8192
+
+SEARCH = 2
+"""What a search for the knee takes besides the point that is reported, in points: another beside it, and the scouts,
+which together cost as much as one (``search``)."""
 
 STEPS_IN_FLIGHT = 2
 """Steps whose pages are not given back yet: vLLM schedules the next before the last has ended (``config/vllm.py``:
@@ -47,14 +54,16 @@ class PointForecast(Record, frozen=True):
 class Forecast(Record, frozen=True):
     """What a recipe is expected to reach and cost at a site.
 
-    ``knee``: the concurrency from which nothing more runs at once: the KV cache is full (``knee_by`` "kv"), or the
-    engine takes no more (``max-num-seqs``). ``bound_by``: the bucket that takes most of the largest point's decode
-    steps. ``node_hours``: of the serve job, from the usual load time to the last point.
+    ``knee``: the smallest concurrency within 2 % of the best throughput, which is ``output_tok_s`` or a little more.
+    ``most``: sequences that run at once, more of which the KV cache does not hold (``most_by`` "kv"), or the engine
+    does not take (``max-num-seqs``). ``bound_by``: the bucket that takes most of the largest point's decode steps.
+    ``node_hours``: of the serve job, from the usual load time to the last point.
     """
 
     output_tok_s: float
     knee: int
-    knee_by: str
+    most: int
+    most_by: Literal["kv", "max-num-seqs"]
     bound_by: str
     critical_batch: float | None
     kv_bytes: float
@@ -138,6 +147,15 @@ class Setting:
             buckets={name: value / total for name, value in step.items() if value})
 
 
+    def knee(self) -> int:
+        """The smallest concurrency within :data:`search.NEAR` of the best: more at once is never slower here."""
+        def reached(concurrency: int) -> float:
+            return self.point(concurrency, concurrency).output_tok_s
+
+        every = range(1, self.sequences + 1)
+        return every[bisect.bisect_left(every, (1 - NEAR) * reached(self.sequences), key=reached)]
+
+
 def rates(expected: Expected, gpus: int, gpu_gib: float | None) -> Rates | None:
     """A site's ceilings as the roofline wants them; None if it does not know them all.
 
@@ -185,16 +203,17 @@ def forecast(recipe: Recipe, site: Site, model: ModelConfig | None) -> Forecast 
     known = setting(recipe, site, model)
     if known is None or known.sequences == 0:
         return None
-    bench = recipe.bench
-    points = [known.point(each, each * bench.prompts_per_concurrency) for each in bench.concurrency]
+    bench, knee = recipe.bench, known.knee()
+    searched = bench.concurrency == "saturate"
+    listed = (knee,) if bench.concurrency == "saturate" else bench.concurrency
+    points = [known.point(each, each * bench.prompts_per_concurrency) for each in listed]
     best = max(points, key=lambda point: point.output_tok_s)
-    largest = points[-1]
-    measured_s = bench.repeats * sum(point.duration_s for point in points)
+    measured_s = sum(point.duration_s for point in points) * (bench.repeats + SEARCH if searched else bench.repeats)
     busy_s = seconds(recipe.resources.load_time, recipe.name) + measured_s
     return Forecast(
-        output_tok_s=best.output_tok_s, knee=known.sequences,
-        knee_by="kv" if known.kv_sequences <= known.sequences else "max-num-seqs",
-        bound_by=roofline.slowest(largest.buckets),
+        output_tok_s=best.output_tok_s, knee=knee, most=known.sequences,
+        most_by="kv" if known.kv_sequences <= known.sequences else "max-num-seqs",
+        bound_by=roofline.slowest(points[-1].buckets),
         critical_batch=roofline.critical_batch(model, known.shape, known.rates),
         kv_bytes=known.kv_bytes, weight_bytes=known.weight_bytes,
         node_hours=busy_s / 3600 * recipe.resources.gpus / site.node.gpus, points=tuple(points))
@@ -202,8 +221,8 @@ def forecast(recipe: Recipe, site: Site, model: ModelConfig | None) -> Forecast 
 
 def words(found: Forecast) -> str:
     """``found`` in a line for people."""
-    limit = "the KV cache is full" if found.knee_by == "kv" else "max-num-seqs is reached"
+    limit = "KV cache full" if found.most_by == "kv" else "max-num-seqs"
     last = found.points[-1]
-    return (f"expected: {found.output_tok_s:,.0f} output tok/s at best; {limit} at concurrency {found.knee:,}; "
-            f"{found.bound_by} takes most of a decode step ({last.buckets[found.bound_by]:.0%}), prompts take "
-            f"{last.prefill_share:.0%} of the time; {found.node_hours * 60:.1f} node-minutes")
+    return (f"expected: {found.output_tok_s:,.0f} output tok/s, knee at concurrency {found.knee:,}; {found.most:,} run "
+            f"at once ({limit}); {found.bound_by} takes most of a decode step ({last.buckets[found.bound_by]:.0%}), "
+            f"prompts {last.prefill_share:.0%} of the time; {found.node_hours * 60:.0f} node-minutes in all")

@@ -203,11 +203,11 @@ def test_a_plan_is_priced_for_several_recipes_and_predicts_nothing_that_is_not_m
 
 def test_a_plan_says_what_is_expected_where_model_and_site_are_known(cluster: Cluster) -> None:
     (entry,) = cluster.json("plan", "tp4", "--site", "isambard-ai")["plans"]
-    assert entry["predicted_output_tok_s"] == pytest.approx(5856, rel=0.01)
+    assert entry["predicted_output_tok_s"] == pytest.approx(5856, rel=0.02)
     assert entry["predicted_knee"] == entry["predicted"]["knee"] > 1000
-    assert [point["concurrency"] for point in entry["predicted"]["points"]] == [256, 512, 1024, 2048]
     text = cluster("plan", "tp4", "--site", "isambard-ai").stdout
-    assert "output tok/s at best; the KV cache is full at concurrency" in text
+    assert "output tok/s, knee at concurrency" in text
+    assert "run at once (KV cache full)" in text
     assert "node-minutes" in text
     assert "--moe-backend marlin" in text
     assert "SIMULATED" not in text

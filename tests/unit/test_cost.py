@@ -68,20 +68,36 @@ def test_what_limits_a_recipe_is_named() -> None:
     dp4 = cost.forecast(loaded("dp4"), isambard(), flash())
     assert tp4
     assert dp4
-    assert (tp4.knee_by, dp4.knee_by, dp4.knee) == ("kv", "max-num-seqs", 4096)
+    assert (tp4.most_by, dp4.most_by, dp4.most) == ("kv", "max-num-seqs", 4096)
     assert tp4.bound_by == dp4.bound_by == "MoE GEMM"
-    assert "the KV cache is full at concurrency 1,2" in cost.words(tp4)
-    assert "max-num-seqs is reached at concurrency 4,096" in cost.words(dp4)
+    assert "1,217 run at once (KV cache full)" in cost.words(tp4)
+    assert "4,096 run at once (max-num-seqs)" in cost.words(dp4)
+
+
+def test_the_knee_is_the_smallest_concurrency_within_two_per_cent_of_the_best() -> None:
+    known = setting("dp4")
+    best, knee, below = (known.point(each, each).output_tok_s for each in (
+        known.sequences, known.knee(), known.knee() - 1))
+    assert below < 0.98 * best <= knee
 
 
 def test_what_it_costs_is_the_usual_load_and_all_points() -> None:
-    recipe = loaded("dp4")
-    found = cost.forecast(recipe, isambard(), flash())
+    listed = "bench.concurrency=[512, 2048]"
+    found = cost.forecast(loaded("dp4", listed), isambard(), flash())
     assert found
+    assert [point.concurrency for point in found.points] == [512, 2048]
     assert found.node_hours * 3600 == pytest.approx(600 + sum(point.duration_s for point in found.points))
-    twice = cost.forecast(loaded("dp4", "bench.repeats=2"), isambard(), flash())
+    twice = cost.forecast(loaded("dp4", listed, "bench.repeats=2"), isambard(), flash())
     assert twice
     assert twice.node_hours * 3600 == pytest.approx(600 + 2 * sum(point.duration_s for point in found.points))
+
+
+def test_a_search_is_expected_to_measure_the_knee_and_to_look_for_it() -> None:
+    found = cost.forecast(loaded("dp4"), isambard(), flash())
+    assert found
+    (point,) = found.points
+    assert (point.concurrency, point.output_tok_s) == (found.knee, found.output_tok_s)
+    assert found.node_hours * 3600 == pytest.approx(600 + 3 * point.duration_s)
 
 
 def test_shares_add_up_to_one() -> None:
