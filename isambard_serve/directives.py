@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,17 +19,11 @@ def holder_directives(site: Site, run_id: str, run_dir: str, log: str, gpus: int
     Raises:
         UsageError: a value cannot be written.
     """
-    whole_node = gpus == site.node.gpus
     wanted: dict[str, str | bool | None] = {
         "job-name": run_id,
         "partition": site.partition,
         **_passed_on(site),
-        "nodes": "1",
-        # A part of a node: the GPUs bring their cores and memory. A whole node: all its cores, nobody beside.
-        "gpus": str(gpus) if gpus else None,
-        "cpus-per-task": str(site.node.cpus) if whole_node else None,
-        "exclusive": True if whole_node else None,
-        "time": _clock(time_s),
+        **held(site, gpus, time_s),
         # A requeued job would go on on another node: that is another run.
         "no-requeue": True,
         "export": ",".join(site.export),
@@ -57,6 +52,24 @@ def sweep_directives(site: Site, run_id: str, run_dir: str) -> dict[str, str | b
     return _checked(wanted, site)
 
 
+def held(site: Site, gpus: int, time_s: int) -> dict[str, str | bool | None]:
+    """What a job on one node holds, and for how long at most."""
+    whole_node = gpus == site.node.gpus
+    return {
+        "nodes": "1",
+        # A part of a node: the GPUs bring their cores and memory. A whole node: all its cores, nobody beside.
+        "gpus": str(gpus) if gpus else None,
+        "cpus-per-task": str(site.node.cpus) if whole_node else None,
+        "exclusive": True if whole_node else None,
+        "time": clock(time_s),
+    }
+
+
+def words(given: Mapping[str, str | bool]) -> list[str]:
+    """Directives as they are given to a command."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+
+
 def _passed_on(site: Site) -> dict[str, str | None]:
     passed: dict[str, str | None] = msgspec.to_builtins(site.directives)
     return passed
@@ -73,7 +86,7 @@ def _checked(directives: dict[str, str | bool | None], site: Site) -> dict[str, 
     return result
 
 
-def _clock(total_s: int) -> str:
+def clock(total_s: int) -> str:
     """Seconds as Slurm's ``HH:MM:SS``, rounded up to whole minutes, which is what Slurm counts in."""
     minutes = math.ceil(total_s / 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

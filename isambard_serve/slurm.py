@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -101,10 +101,30 @@ class Slurm:
         done = self._call("sbatch", "--parsable", *options, str(script))
         match = re.match(r"\s*(\d+)(?:;\S+)?\s*$", done.stdout)
         if done.returncode != 0 or not match:
-            said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-            remedy = next((text for word, text in _REMEDIES.items() if word in said), None)
-            raise HostError(f"Slurm refused the job: {said}", where=str(script), remedy=remedy)
+            raise _refusal(done, str(script))
         return match[1]
+
+    def accepts(self, words: Sequence[str], what: str) -> None:
+        """Asks whether a job with the directives ``words`` would be taken; none is submitted.
+
+        Raises:
+            HostError: Slurm would refuse ``what``, and says why.
+        """
+        done = self._call("sbatch", "--test-only", *words, "--wrap=true", timeout_s=ANSWER_S)
+        if done.returncode != 0:
+            raise _refusal(done, what)
+
+    def ask(self, *argv: str) -> str:
+        """What one of Slurm's commands prints.
+
+        Raises:
+            HostError: it failed, gave no answer in time, or is not there.
+        """
+        done = self._call(*argv, timeout_s=ANSWER_S)
+        if done.returncode != 0:
+            said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+            raise HostError(said, where=argv[0])
+        return done.stdout
 
     def cancel(self, job_ids: Iterable[str]) -> None:
         """Cancels jobs, one by one in the order given. A job that has ended already is no error.
@@ -175,6 +195,13 @@ class Slurm:
         with contextlib.suppress(HostError):
             return parse_end_time(self._call("scontrol", "show", "job", "-o", job_id, timeout_s=ANSWER_S).stdout)
         return None
+
+
+def _refusal(done: Completed, where: str) -> HostError:
+    """Slurm's refusal of a job in its own words, with a remedy where one is known."""
+    said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+    remedy = next((text for word, text in _REMEDIES.items() if word in said), None)
+    return HostError(f"Slurm refused the job: {said}", where=where, remedy=remedy)
 
 
 def parse_states(text: str) -> dict[str, JobState]:

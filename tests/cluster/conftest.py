@@ -42,3 +42,14 @@ def simulating(cluster: PretendCluster, installed: Path) -> Person:
     """The cluster's user, at a site whose engine is simulated."""
     container = "{runtime: simulated, args: [--sim-time-scale, '20']}"
     return Person.with_site(cluster, installed, "simulated", container)
+
+
+@pytest.fixture(scope="session")
+def accounted() -> Iterator[Person]:
+    """The user of a cluster of its own, which keeps accounts."""
+    with (TemporaryDirectory(prefix="pretend-", dir="/tmp") as folder,
+          PretendCluster.boot(Path(folder), accounting=True) as cluster):
+        coverage.prepare(cluster.folder)
+        container = "{runtime: simulated, args: [--sim-time-scale, '20']}"
+        yield Person.with_site(cluster, install(cluster.folder / "installed"), "accounted", container)
+        coverage.gather(cluster.folder)

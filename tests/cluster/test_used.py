@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.person import Person
-from tests.cluster.pretend import PretendCluster
-from tests.support import coverage
-from tests.support.installation import install
 
 QUICK = ("--set", "bench.concurrency=[1]")
 LONG = ("--set", "bench.osl=500000", "--set", "engine.args.max-model-len=600000")
-
-
-@pytest.fixture(scope="module")
-def accounted() -> Iterator[Person]:
-    """The user of a cluster of its own, which keeps accounts."""
-    with (tempfile.TemporaryDirectory(prefix="pretend-", dir="/tmp") as folder,
-          PretendCluster.boot(Path(folder), accounting=True) as cluster):
-        coverage.prepare(cluster.folder)
-        container = "{runtime: simulated, args: [--sim-time-scale, '20']}"
-        yield Person.with_site(cluster, install(cluster.folder / "installed"), "accounted", container)
-        coverage.gather(cluster.folder)
 
 
 def test_used_node_hours_are_those_of_the_accounting_once_it_knows_them(accounted: Person) -> None:

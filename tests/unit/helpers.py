@@ -189,7 +189,7 @@ class FakeSlurm:
     def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -> Completed:
         """Answer as Slurm would where nothing goes wrong, or as told."""
         command = argv[0]
-        if command not in ("sbatch", "squeue", "scancel", "sacct", "scontrol"):
+        if command not in ("sbatch", "squeue", "scancel", "sacct", "scontrol", "sacctmgr"):
             raise AssertionError(f"ran {argv}")
         self.calls.append(tuple(argv))
         self.environments.append(env)

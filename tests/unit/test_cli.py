@@ -684,3 +684,26 @@ def test_the_completion_for_a_shell_is_a_script_that_asks_this_program(shell: st
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
     assert CliRunner().invoke(main, ["completion", "csh"]).exit_code == 2
+
+
+def test_doctor_says_what_is_wrong_and_how_to_mend_it_and_ends_with_1(
+        cluster: Cluster, user_file: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "open_slurm", lambda _: None)
+    text = PRETEND.read_text().replace("/shared/runs", "/proc/runs")
+    user_file("sites/wrong.yaml", text.replace("scheduler: slurm", "scheduler: local"))
+    result = cluster("doctor", "nonsense", "--site", "wrong", code=1)
+    assert "FAIL  runs_dir: /proc/runs cannot be written: " in result.stdout
+    assert "      → put `extends: wrong` and runs_dir: into a file of that name" in result.stdout
+    assert "FAIL  recipe nonsense: " in result.stdout
+    assert "checks failed: recipe nonsense, runs_dir\n" in result.stderr
+    document = cluster.json("doctor", "--site", "nonsense", code=1)
+    assert document["schema"] == "isambard-serve/doctor/1"
+    assert [(check["name"], check["state"]) for check in document["checks"]] == [("site", "fail")]
+
+
+def test_doctor_finds_nothing_wrong_with_the_sandbox(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "open_slurm", lambda _: None)
+    result = cluster("doctor", "small", "--site", "sandbox")
+    assert "FAIL" not in result.stdout
+    assert cluster("doctor", "--site", "sandbox").stderr.startswith("no recipe was named")
+    assert cluster.slurm.calls == []
