@@ -239,7 +239,8 @@ def examine(site: Site, recipes: Sequence[Recipe], env: Mapping[str, str], slurm
 def _folder(runs_dir: Path, mounts: str, site: Site, env: Mapping[str, str], runner: process.Runner
             ) -> Iterator[Check]:
     """The runs' folder, or where it will be made: can it be written, is it shared, has it room and the right time?"""
-    there = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
+    # os.path, not Path: a folder that may not be entered is no error here.
+    there = next(path for path in (runs_dir, *runs_dir.parents) if os.path.exists(path))
     try:
         with tempfile.NamedTemporaryFile(dir=there) as trial:
             trial.write(b"x")

@@ -124,7 +124,7 @@ def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
 def check_needs(needs: Iterable[Need], runner: process.Runner = process.run) -> None:
     """Raises UsageError when something that the job will need is not there: better now than when GPUs are held."""
     for need in needs:
-        there = (Path(need.path).exists() if need.path is not None
+        there = (os.path.exists(need.path) if need.path is not None
                  else runner(need.command, env=os.environ).returncode == 0)
         if not there:
             raise UsageError(f"{need.what} not found", where=need.path or shlex.join(need.command),
