@@ -104,7 +104,8 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
                    f"({each.node_hours.inside:g} without the sweep's own job)")
         click.echo(cost.words(forecast) if forecast else
                    f"expected: nothing is known of {each.model}, of {each.site}'s GPUs, or of the two together")
-        click.echo(f"points: {', '.join(point.name for point in each.points)} at ISL/OSL "
+        listed = ", ".join(point.name for point in each.points)
+        click.echo(f"points: {listed or 'wherever the search for the knee leads,'} at ISL/OSL "
                    f"{each.isl}/{each.osl}, {each.limits.window_s} s each at least")
         for name, value in each.environment.items():
             click.echo(f"  {name}={value}")
