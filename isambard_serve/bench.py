@@ -76,6 +76,7 @@ def row(plan: Plan, point: Point, *, node: str, bench: dict[str, Any] | None, re
         bench=bench, returncode=returncode, point=point, isl=plan.isl, osl=plan.osl,
         min_window_s=plan.limits.window_s, window=tuple(window), expect=plan.expect, ranks=plan.ranks,
         version=None if plan.simulated else plan.engine_version, variables=plan.environment,
+        random_weights=plan.random_weights,
         evidence=evidence or Evidence())
     judgement = judge(measured)
     number = measured.number

@@ -7,8 +7,11 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 
-from isambard_serve.records import GpuSample, Sample
+import msgspec
+
+from isambard_serve.records import Answer, GpuSample, Record, Sample
 
 _SUMS = {
     "vllm:num_requests_running": "running",
@@ -22,6 +25,16 @@ _SUMS = {
     "sim:virtual_time_seconds": "engine_time_s",
 }
 _FULLEST = "vllm:kv_cache_usage_perc"
+
+
+class _Choice(Record, frozen=True, forbid_unknown_fields=False):
+    index: int
+    text: str
+    token_ids: tuple[int, ...] | None = None
+
+
+class _Choices(Record, frozen=True, forbid_unknown_fields=False):
+    choices: list[_Choice]
 
 
 class EngineUnreachableError(Exception):
@@ -75,6 +88,22 @@ class EngineClient:
             good = False
         if not good:
             raise EngineUnreachableError(f"/v1/completions: no completion in {answer[:200]!r}")
+
+    def answers(self, model: str, prompts: Sequence[str], *, max_tokens: int, timeout_s: float = 300.0) -> list[Answer]:
+        """The engine's greedy continuation of each prompt, all asked for at once.
+
+        Raises:
+            EngineUnreachableError: no answer, or one that cannot be understood.
+        """
+        body = {"model": model, "prompt": list(prompts), "max_tokens": max_tokens, "temperature": 0, "seed": 0,
+                "ignore_eos": True, "return_token_ids": True}
+        answer = self._ask("/v1/completions", body, timeout_s=timeout_s)
+        try:
+            choices = msgspec.json.decode(answer, type=_Choices).choices
+        except msgspec.MsgspecError as error:
+            raise EngineUnreachableError(f"/v1/completions: {error}") from error
+        return [Answer(text=choice.text, tokens=choice.token_ids)
+                for choice in sorted(choices, key=lambda choice: choice.index)]
 
     def simulated_gpus(self, timeout_s: float = 5.0) -> list[GpuSample]:
         """One look at each GPU of a simulated engine.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from isambard_serve.evidence import Measured, Verdict, verdict
+from isambard_serve.outputs import BROKEN, broken
 from isambard_serve.records import EngineFacts
 
 THERMAL = 0x20 | 0x40
@@ -168,3 +169,17 @@ def binding(measured: Measured) -> Verdict:
     if audit.not_applicable:
         return Verdict("not_applicable", audit.not_applicable)
     return verdict(audit.verdict, _some(audit.findings) or audit.summary)
+
+
+def outputs(measured: Measured) -> Verdict:
+    """``outputs``: the answers to twenty fixed prompts are text: not empty, not one token again and again.
+
+    Judged is only what is objectively broken; whether two engines answer alike, ``compare`` shows.
+    """
+    if measured.random_weights:
+        return Verdict("not_applicable", "the model's weights are random")
+    asked = measured.evidence.outputs
+    if asked is None:
+        return verdict(None, "the prompts were not asked, or not answered")
+    findings = broken(asked)
+    return verdict(len(findings) < BROKEN, _some(findings) or f"{len(asked.answers)} answers")

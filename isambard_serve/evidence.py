@@ -13,7 +13,7 @@ from isambard_serve.enginelog import Log
 from isambard_serve.errors import ServeError
 from isambard_serve.plan import Point
 from isambard_serve.recipe import Expect
-from isambard_serve.records import ClientFacts, EngineFacts, GpuSample, Record, Sample
+from isambard_serve.records import ClientFacts, EngineFacts, GpuSample, Outputs, Record, Sample
 from isambard_serve.run import RunDir, T, read_lines, read_record
 
 CLIENT = "client.json"
@@ -29,6 +29,7 @@ class Evidence(Record, frozen=True):
         looks: the looks at the engine's GPUs in the window.
         client: how the load generator fared.
         audit: whether the engine's processes are where they belong.
+        outputs: what the engine answered to fixed prompts.
     """
 
     facts: tuple[EngineFacts, ...] = ()
@@ -37,6 +38,7 @@ class Evidence(Record, frozen=True):
     looks: tuple[GpuSample, ...] = ()
     client: ClientFacts | None = None
     audit: Audit | None = None
+    outputs: Outputs | None = None
 
 
 class Measured(Record, frozen=True):
@@ -45,7 +47,7 @@ class Measured(Record, frozen=True):
     ``bench`` is the benchmark's own JSON (None: it left none), ``returncode`` how its command ended (None: it had
     to be ended), ``window`` the engine's samples from before the first request to after the last. ``ranks`` is how
     many workers the engine should have, ``version`` which vLLM it should be (None: a simulated one, which has none),
-    ``variables`` what the recipe and the site set for it.
+    ``variables`` what the recipe and the site set for it, ``random_weights`` whether its model has no others.
     """
 
     bench: dict[str, Any] | None
@@ -59,6 +61,7 @@ class Measured(Record, frozen=True):
     ranks: int = 1
     version: str | None = None
     variables: dict[str, str] = {}
+    random_weights: bool = False
     evidence: Evidence = Evidence()
 
     def number(self, key: str) -> float | None:
@@ -113,6 +116,7 @@ class Observer:
             looks=tuple(looks),
             client=_read(folder / CLIENT, ClientFacts),
             audit=_read(run.binding, Audit),
+            outputs=_read(run.outputs, Outputs),
         )
 
 

@@ -137,6 +137,8 @@ def littles_law(measured: Measured) -> Verdict:
     requests lay elsewhere (in a busy client, before a busy API server) and the engine had less to do than was asked;
     if the engine counts more, somebody else was served too.
     """
+    if _virtual(measured):
+        return Verdict("not_applicable", "the samples are not by the virtual clock")
     took = measured.numbers("latencies")
     samples = [(sample.time, sample.running + sample.waiting) for sample in measured.window
                if sample.running is not None and sample.waiting is not None]
@@ -145,9 +147,13 @@ def littles_law(measured: Measured) -> Verdict:
                        "the benchmark's result has no times of each request")
     engine_s = sum((later - earlier) * (before + after) / 2
                    for (earlier, before), (later, after) in itertools.pairwise(samples))
-    engine_s *= measured.number("time_scale") or 1.0
     share = engine_s / sum(took) if sum(took) else 0.0
     return verdict(abs(share - 1) <= LITTLE, f"the engine counts {share:.0%} of the client's request-seconds")
+
+
+def _virtual(measured: Measured) -> bool:
+    """Whether a simulated engine's clock runs at another pace than the wall's."""
+    return (measured.number("time_scale") or 1.0) != 1.0
 
 
 def client(measured: Measured) -> Verdict:
@@ -157,7 +163,7 @@ def client(measured: Measured) -> Verdict:
     Where tokens come so fast that 10 % of the ITL is within the loop's own resolution, this cannot be told; nor where
     engine and client share the CPUs.
     """
-    if (measured.number("time_scale") or 1.0) != 1.0:
+    if _virtual(measured):
         return Verdict("not_applicable", "in virtual time no client sends the requests")
     facts, itl_ms = measured.evidence.client, measured.number("median_itl_ms")
     if facts is None or facts.cpu_share is None or facts.loop_lag_p99_ms is None or itl_ms is None:

@@ -106,6 +106,7 @@ class Plan(Record, frozen=True):
     node_gpus: int
     engine_version: str
     ranks: int
+    random_weights: bool
     expect: Expect
     points: tuple[Point, ...]
     search: Space | None
@@ -216,6 +217,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         node_gpus=site.node.gpus,
         engine_version=recipe.engine.version,
         ranks=ranks(recipe),
+        random_weights=recipe.engine.args.get("load-format") == "dummy",
         expect=recipe.expect,
         points=_points(recipe),
         search=search.space(recipe, time_s - load_s - END_MARGIN_S),

@@ -118,6 +118,24 @@ class EngineFacts(Record, frozen=True):
     errors: tuple[str, ...]
 
 
+class Answer(Record, frozen=True):
+    """One answer of the engine: its text, and its tokens where the engine gives them."""
+
+    text: str
+    tokens: tuple[int, ...] | None
+
+
+class Outputs(Record, frozen=True):
+    """``outputs.json``: the engine's greedy answers to fixed prompts, in their order."""
+
+    time: float
+    took_s: float
+    max_tokens: int
+    prompts: tuple[str, ...]
+    answers: tuple[Answer, ...]
+    schema: str = "isambard-serve/outputs/1"
+
+
 class ClientFacts(Record, frozen=True):
     """How the load generator fared while it measured a point (its ``client.json``); None where it was too short.
 

@@ -45,6 +45,7 @@ FILES = {
     "slots.sh": "the slots, for the script",
     "api.key": "the key that the engine demands; never collected",
     "endpoint.json": "where the engine answers, written once it is ready",
+    "outputs.json": "the engine's greedy answers to twenty fixed prompts, asked for once it was ready",
     "samples.jsonl": "the engine's metrics, once a second; of a simulated engine ten times",
     "gpus.jsonl": "the clocks, power and temperature of the engine's GPUs, as often",
     "engine/": "the engine's log, facts/: what each of its processes says of itself, from inside, and with podman the "
@@ -190,6 +191,7 @@ class RunDir:
         self.slots = path / "slots.sh"
         self.key = path / "api.key"
         self.endpoint = path / "endpoint.json"
+        self.outputs = path / "outputs.json"
         self.samples = path / "samples.jsonl"
         self.gpus = path / "gpus.jsonl"
         self.engine = path / "engine"

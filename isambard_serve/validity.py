@@ -28,6 +28,7 @@ RULES: Mapping[str, Callable[[Measured], Verdict]] = {
     "binding": enginerules.binding,
     "compiled": enginerules.compiled,
     "throttled": enginerules.throttled,
+    "outputs": enginerules.outputs,
 }
 """Reason code → rule."""
 

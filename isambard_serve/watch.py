@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import audit, gpus, inengine, nodelocal, process, slurm
+from isambard_serve import audit, gpus, inengine, nodelocal, outputs, process, slurm
 from isambard_serve.audit import Audit
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
@@ -217,6 +217,8 @@ class Watcher:
         self._processes = engine_processes(self._root)
         with contextlib.suppress(OSError):
             self._settle()
+            if not self._over.is_set():
+                self._ask_outputs()
         self._ready.set()
         while not self._over.is_set():
             # A full disk must not hold the GPUs: nobody can measure, and idle_timeout ends the job.
@@ -235,6 +237,15 @@ class Watcher:
         if result.verdict is False:
             self._run.record("serve", "note", reason=f"binding {result.summary}")
         write_whole(self._run.binding, msgspec.json.format(msgspec.json.encode(result), indent=2))
+
+    def _ask_outputs(self) -> None:
+        """Has the engine answer the fixed prompts, before any point."""
+        try:
+            answered = outputs.ask(self._client, self._plan.model)
+        except EngineUnreachableError as error:
+            self._run.record("serve", "note", reason=f"the fixed prompts were not answered: {error}")
+        else:
+            write_whole(self._run.outputs, msgspec.json.format(msgspec.json.encode(answered), indent=2))
 
     def _tell_ready(self) -> None:
         job_id = os.environ.get("SLURM_JOB_ID")

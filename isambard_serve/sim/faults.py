@@ -33,6 +33,7 @@ class Faults:
     throttle: int | None = None
     busy_client: bool = False
     hidden_queue: float = 0.0
+    broken_output: str = ""
 
 
 def _share(text: str) -> float:
@@ -61,6 +62,12 @@ def _count(text: str) -> int:
     if value < 0:
         raise ValueError(text)
     return value
+
+
+def _kind(text: str) -> str:
+    if text not in ("empty", "repeated", "garbage"):
+        raise ValueError(text)
+    return text
 
 
 def _point_and_code(text: str) -> tuple[int, int]:
@@ -97,6 +104,8 @@ KNOWN = {
                          lambda _: True),
     "hidden-queue": Known("SECONDS", "0.5", "holds each request for so long before the engine counts it (at a time "
                           "scale of 1)", _seconds),
+    "broken-output": Known("KIND", "repeated", "answers the fixed prompts with nothing (empty), one token "
+                           "(repeated) or no text (garbage)", _kind),
     "slow-client": Known("SHARE", "0.5", "the client reaches this share of the concurrency", _share),
     "compile-in-window": Known("SECONDS", "5", "compiles a kernel in the middle of each point, for so many virtual "
                                "seconds", _seconds),

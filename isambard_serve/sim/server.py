@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import msgspec
 
+from isambard_serve.sim import words
 from isambard_serve.sim.driver import Driver
 from isambard_serve.sim.load import Load
 from isambard_serve.sim.log import Log
@@ -158,6 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _completions(self, body: Any) -> None:
         driver = self.server.driver
         prompt = body["prompt"]
+        if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
+            self._several(body, prompt)
+            return
         length, wanted = prompt_length(prompt), int(body.get("max_tokens") or 16)
         self._accept(body.get("model"), length, wanted)
         if driver.refuses():
@@ -170,6 +175,22 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             made = sum(answer)
             self._json(self._completion(made, driver.given(wanted)[1]) | {"usage": _usage(length, made)})
+
+    def _several(self, body: Any, prompts: Sequence[Any]) -> None:
+        """Answers several prompts at once, in words."""
+        settings, wanted = self.server.settings, int(body.get("max_tokens") or 16)
+        for prompt in prompts:
+            self._accept(body.get("model"), prompt_length(prompt), wanted)
+
+        def made(prompt: Any) -> dict[str, Any]:
+            count = sum(self.server.driver.answer(prompt_length(prompt), wanted, str(prompt)))
+            text, tokens = words.answer(prompt, count, settings.shape.moe_backend, settings.faults.broken_output)
+            return {"text": text, "finish_reason": "length"} | (
+                {"token_ids": tokens} if body.get("return_token_ids") else {})
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            choices = [{"index": index, **choice} for index, choice in enumerate(pool.map(made, prompts))]
+        self._json(self._completion(0, None) | {"choices": choices})
 
     def _events(self, answer: Generator[int], length: int, wanted: int, include_usage: bool) -> Generator[bytes]:
         """Server-sent events: one for each token, as vLLM sends them."""

@@ -3,13 +3,18 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from isambard_serve import audit
+from isambard_serve import audit, enginelog, outputs, validity
 from isambard_serve.binding import Binding
+from isambard_serve.engine import EngineClient
+from isambard_serve.evidence import Evidence, Measured, Verdict
+from isambard_serve.plan import Point
+from isambard_serve.recipe import Expect
 from isambard_serve.records import EngineFacts
 from isambard_serve.topology import NumaNode, Topology
 from tests.engine.environment import VLLM_VERSION
@@ -99,3 +104,45 @@ def test_the_key_is_demanded_on_every_route_but_health(engine: Engine) -> None:
         assert set(answers.values()) == {401}
     assert engine.ask("/no/such/route", key="")[0] == 401
     assert engine.ask("/metrics")[0] == 200
+
+
+def judged(engine: Engine, code: str, **asked: Any) -> Verdict:
+    """A rule's verdict on a point of this engine, of which nothing else is known."""
+    evidence = Evidence(facts=tuple(facts(engine).values()), log=enginelog.read(engine.log.splitlines()))
+    point = Point(concurrency=1, repeat=1, prompts=2, seed=0)
+    return validity.RULES[code](Measured(bench=None, returncode=0, point=point, isl=1, osl=1, min_window_s=0,
+                                         evidence=evidence, **asked))
+
+
+def test_what_is_expected_is_found_on_the_real_engine_and_what_it_is_not_is_refuted(engine: Engine) -> None:
+    right = judged(engine, "expected", version=VLLM_VERSION,
+                   expect=Expect(attention_backend="CPU_ATTN", kv_cache_dtype="auto"))
+    assert right.outcome == "verified", right
+    wrong = judged(engine, "expected", version="0.26.0", expect=Expect(moe_backend="humming", kv_cache_dtype="fp8"))
+    assert wrong.outcome == "refuted"
+    for finding in ("has moe_backend none", "not humming", "has kv_cache_dtype auto", "not fp8",
+                    "0.26.0 was asked for"):
+        assert finding in wrong.why
+    missing = judged(engine, "expected", ranks=2, expect=Expect(kv_cache_dtype="auto"))
+    assert (missing.outcome, missing.why) == ("unknown", "kv_cache_dtype: nothing is known of 1 of 2 ranks")
+
+
+def test_the_variables_that_were_set_have_arrived_in_the_real_worker(engine: Engine) -> None:
+    name = "VLLM_HUMMING_INPUT_QUANT_CONFIG"
+    assert judged(engine, "environment", variables={name: '{"dtype":"float8e4m3"}'}).outcome == "verified"
+    assert judged(engine, "environment", variables={name: "{}"}).outcome == "refuted"
+    assert judged(engine, "environment", variables={"VLLM_OTHER": "1"}).why == "DP rank 0, TP rank 0 has no VLLM_OTHER"
+
+
+def test_what_cannot_be_seen_on_a_cpu_is_unknown_and_what_means_nothing_there_does_not_apply(engine: Engine) -> None:
+    assert judged(engine, "throttled").outcome == "not_applicable"
+    log = enginelog.read(engine.log.splitlines())
+    assert (log.version, log.known, log.monitors) == (VLLM_VERSION, True, False)
+    assert (log.kv_cache_tokens or 0) > 1000
+
+
+def test_the_real_engine_answers_the_fixed_prompts_alike_each_time(engine: Engine) -> None:
+    client = EngineClient(engine.url, engine.key)
+    first, second = outputs.ask(client, "tiny"), outputs.ask(client, "tiny")
+    assert [len(answer.tokens or ()) for answer in first.answers] == [outputs.MAX_TOKENS] * 20
+    assert not [each for each in outputs.partings(first, second) if each.parted]

@@ -80,24 +80,42 @@ def test_an_engine_that_dies_is_a_failed_run_whatever_its_exit_code(newcomer: Ne
     assert [row["concurrency"] for row in newcomer.asks("collect", run_id)["rows"]] == [64][:kept]
 
 
-@pytest.mark.parametrize(("fault", "reason"), [
-    ("fail-requests=0.5", "none_failed"), ("fail-requests=0.5", "completed"), ("short-output", "tokens_out"),
-    ("slow-client", "in_flight"), ("warm-prefix-cache", "prefix_hits"), ("preempt", "recomputed"),
-])
-def test_a_row_that_may_be_wrong_says_why_everywhere(newcomer: Newcomer, fault: str, reason: str) -> None:
+FAULTS = {
+    "fail-requests=0.5": {"completed", "none_failed", "tokens_out"}, "slow-client": {"in_flight"},
+    "warm-prefix-cache": {"prefix_hits"}, "odd-rank": {"expected"}, "compile-in-window": {"compiled"},
+    "throttle": {"throttled"}, "broken-output": {"outputs"},
+}
+
+
+def test_a_row_that_may_be_wrong_says_why_everywhere(newcomer: Newcomer) -> None:
+    words = [word for fault in FAULTS for word in ("--sim-fault", fault)]
     (run_id,) = newcomer.starts("dp4", "--set", "bench.concurrency=[64]",
-                                "--set", f"engine.extra_args=[--sim-fault, '{fault}']")
+                                "--set", f"engine.extra_args={json.dumps(words)}")
     newcomer.waits_for(run_id, "done")
     row = newcomer.asks("status", run_id)["rows"][0]
-    assert not row["valid"]
-    assert reason in row["reasons"]
+    reasons = set.union(*FAULTS.values())
+    assert (row["valid"], set(row["reasons"])) == (False, reasons)
+    assert row["details"]["expected"] == "DP rank 1, TP rank 0 has moe_backend humming, not marlin"
+    assert "1 NOT VALID" in newcomer.does("status").stdout
     shown = newcomer.does("collect", "--require-valid", run_id, check=False)
     assert shown.returncode == 1
-    assert "NO: " in shown.stdout
-    assert reason in shown.stdout
-    here = newcomer.home / "results" / run_id
-    assert reason in (here / "results.csv").read_text()
-    assert json.loads((here / "results.json").read_text())["rows"] == [row]
+    csv = (newcomer.home / "results" / run_id / "results.csv").read_text()
+    for reason in reasons:
+        assert f"NO: {reason} - " in shown.stdout
+        assert reason in csv
+    assert json.loads((newcomer.home / "results" / run_id / "results.json").read_text())["rows"] == [row]
+
+
+def test_two_rungs_are_compared_by_their_answers_too(newcomer: Newcomer) -> None:
+    rungs = newcomer.starts("dp4", "dp4-humming", "--set", "bench.concurrency=[64]")
+    for rung in rungs:
+        newcomer.waits_for(rung, "done")
+    document = newcomer.asks("compare", *rungs)
+    assert document["factors"]["throughput"] > 1
+    assert 0 < document["same"] < 1
+    assert "engine.args.moe-backend" in [change["key"] for change in document["changes"]]
+    assert newcomer.asks("compare", rungs[0], rungs[0])["same"] == 1
+    assert "parts at token" in newcomer.does("compare", *rungs).stdout
 
 
 def test_a_row_that_was_measured_for_too_short_a_time_is_not_valid(newcomer: Newcomer) -> None:

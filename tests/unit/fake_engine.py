@@ -28,7 +28,7 @@ class FakeEngine:
     """
 
     def __init__(self, *, port: int = 0, health: int = 200, status: int = 200, metrics: str = METRICS,
-                 completion: bytes = b'{"choices": [{"text": "x"}]}', hang: bool = False,
+                 completion: bytes = b'{"choices": [{"index": 0, "text": "x"}]}', hang: bool = False,
                  garbage: bool = False) -> None:
         self.health = health
         self.status = status

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import threading
+from binascii import crc32
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,19 @@ from isambard_serve import yamlfile
 from isambard_serve.plan import Plan
 from isambard_serve.process import Completed
 from isambard_serve.recipe import Recipe
-from isambard_serve.records import Endpoint, EngineFacts, Event, Jobs, Row, Run, Sample, State, SubmittedJob
+from isambard_serve.records import (
+    Answer,
+    Endpoint,
+    EngineFacts,
+    Event,
+    Jobs,
+    Outputs,
+    Row,
+    Run,
+    Sample,
+    State,
+    SubmittedJob,
+)
 from isambard_serve.run import RunDir, append_line, write_whole
 from isambard_serve.site import Site
 
@@ -164,6 +177,14 @@ def good_bench(prompts: int, osl: int = 4, **changes: Any) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((SAMPLES / "bench.json").read_text())
     return {**result, "num_prompts": prompts, "completed": prompts, "failed": 0,
             "total_output_tokens": prompts * osl, **changes}
+
+
+def some_outputs(*texts: str, **changes: Any) -> Outputs:
+    """What an engine answers to the prompts p0, p1, …; each word is a token of its own."""
+    answers = tuple(Answer(text=text, tokens=tuple(crc32(word.encode()) for word in text.split())) for text in texts)
+    values: dict[str, Any] = {"time": 1.0, "took_s": 0.5, "max_tokens": 32, "answers": answers,
+                              "prompts": tuple(f"p{number}" for number in range(len(texts)))}
+    return Outputs(**{**values, **changes})
 
 
 def keep_row(run: RunDir, row: Row) -> None:

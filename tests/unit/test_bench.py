@@ -88,7 +88,8 @@ def test_a_row_holds_the_benchmarks_numbers_and_those_that_follow_from_them() ->
     assert row.node_hours == pytest.approx(1.3612 / 3600 * 2 / 4, rel=1e-4)
     assert row.output_tok_per_node_hour == pytest.approx(2048 / (1.3612 / 3600 / 2), rel=1e-4)
     assert (row.valid, row.reasons, row.ratio, row.power_capped) == (False, ("recomputed",), None, None)
-    assert set(row.unknown) == {"littles_law", "prefix_hits", "client", "expected", "binding", "compiled", "throttled"}
+    assert set(row.unknown) == {"littles_law", "prefix_hits", "client", "expected", "binding", "compiled", "throttled",
+                                "outputs"}
     assert row.not_applicable == ("environment",)
     assert set(row.details) == {*row.reasons, *row.unknown, *row.not_applicable}
     assert row.details["recomputed"] == "6 preemptions: 2.1% to 18.8% of the tokens were computed again"
@@ -109,6 +110,14 @@ def test_a_row_takes_from_its_plan_and_its_evidence_what_it_is_judged_by() -> No
                     window=[], evidence=Evidence(facts=workers[:1]))
     assert row.details["expected"] == "it is vLLM 0.33.0, 0.26.0 was asked for"
     assert "environment" in row.unknown
+
+
+@pytest.mark.parametrize(("args", "where"), [({}, "unknown"), ({"load-format": "dummy"}, "not_applicable"),
+                                             ({"load-format": "auto"}, "unknown")])
+def test_random_weights_answer_nothing_that_could_be_judged(args: dict[str, str], where: str) -> None:
+    plan = small_plan(RUNS, {"engine": {"args": args}})
+    row = bench.row(plan, POINT, node="n", bench=REAL, returncode=0, window=[])
+    assert "outputs" in getattr(row, where)
 
 
 def test_a_simulated_engine_has_no_version_that_could_be_wrong() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from isambard_serve import bench, gpus
+from isambard_serve import bench, gpus, outputs
 from isambard_serve.audit import Audit
 from isambard_serve.client import Client
 from isambard_serve.engine import EngineClient
@@ -59,6 +59,8 @@ class Scene:
         self._server = SimServer(asked, log, lambda code: None)
         self._server.start()
         self.client = EngineClient(self._server.url, KEY)
+        if asked.time_scale > 1:
+            write_whole(self.run.outputs, msgspec.json.encode(outputs.ask(self.client, plan.model)))
         self._look = gpus.looker([], self.client, simulated=True)
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch)
@@ -127,8 +129,8 @@ def test_without_a_fault_nothing_is_refuted_and_what_was_looked_at_is_known(scen
     write_whole(made.run.binding, msgspec.json.encode(Audit(not_applicable="the engine is simulated")))
     row = made.row()
     assert (row.reasons, row.valid) == ((), True)
-    assert set(row.unknown) <= {"littles_law"}  # which wants many samples
-    assert set(row.not_applicable) == {"client", "binding"}
+    assert row.unknown == ()
+    assert set(row.not_applicable) == {"littles_law", "client", "binding"}
     assert row.power_capped == 1.0
 
 
@@ -137,6 +139,9 @@ def test_without_a_fault_nothing_is_refuted_and_what_was_looked_at_is_known(scen
     ("odd-rank=1", {"expected"}, "DP rank 1, TP rank 0 has moe_backend marlin, not humming"),
     ("lost-variable", {"expected", "environment"}, "DP rank 0, TP rank 0 has input_quant none"),
     ("compile-in-window", {"compiled"}, "1 in the window: Triton kernel JIT compilation during inference"),
+    ("broken-output", {"outputs"}, "32 times the same token"),
+    ("broken-output=empty", {"outputs"}, "is empty"),
+    ("broken-output=garbage", {"outputs"}, "is no text"),
     ("throttle=1", {"throttled"}, "too hot: GPU-simulated-1"),
     ("warm-prefix-cache", {"prefix_hits"}, "50.0% of the prompt tokens came from the cache"),
     ("fail-requests=0.5", {"completed", "none_failed", "tokens_out"}, "8 requests were answered, 16 should have"),

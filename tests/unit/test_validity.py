@@ -15,7 +15,7 @@ from isambard_serve.evidence import Evidence, Measured
 from isambard_serve.plan import Point
 from isambard_serve.recipe import Expect
 from isambard_serve.records import ClientFacts, Device, EngineFacts, GpuSample, Sample
-from tests.unit.helpers import SAMPLES, some_facts, some_sample
+from tests.unit.helpers import SAMPLES, some_facts, some_outputs, some_sample
 
 REAL = json.loads((SAMPLES / "bench.json").read_text())
 ALL_FAILED = json.loads((SAMPLES / "bench-all-failed.json").read_text())
@@ -105,8 +105,6 @@ TOLD = [
      measured({**REAL, "latencies": [18.0] * 8}, samples=STEADY)),
     ("littles_law", measured({**REAL, **LATENCIES}, samples=STEADY),
      measured({**REAL, "latencies": [12.0] * 8}, samples=STEADY)),
-    ("littles_law", measured({**REAL, "latencies": [150.0] * 8, "time_scale": 10}, samples=STEADY),
-     measured({**REAL, **LATENCIES, "time_scale": 10}, samples=STEADY)),
     ("client", seen(client=ClientFacts(cpu_share=0.79, loop_lag_p99_ms=0.1)),
      seen(client=ClientFacts(cpu_share=0.81, loop_lag_p99_ms=0.1))),
     ("client", slow_tokens(cpu_share=0.5, loop_lag_p99_ms=3.9), slow_tokens(cpu_share=0.5, loop_lag_p99_ms=4.0)),
@@ -140,6 +138,8 @@ TOLD = [
     ("throttled", seen(2, facts=ranks(on_gpu(0), on_gpu(1)), looks=(look(0), look(1))),
      seen(2, facts=ranks(on_gpu(0), on_gpu(1)), looks=(look(0), look(1), look(1, 0x20)))),
     ("throttled", seen(looks=(look(0, 0x8C),)), seen(looks=(look(0, 0x40),))),
+    ("outputs", seen(outputs=some_outputs("Paris", "100 degrees", *[" ! " * 9] * 2)),
+     seen(outputs=some_outputs("Paris", "100 degrees", *[" ! " * 9] * 3))),
 ]
 
 
@@ -195,6 +195,7 @@ def test_each_rule_has_an_example_of_either() -> None:
     ("throttled", seen(facts=ranks(on_gpu(0)), looks=(look(1),))),
     ("throttled", seen(2, facts=ranks({}), looks=())),  # one rank is on a CPU, of the other nothing is known
     ("throttled", seen(facts=ranks({"device_type": None}))),
+    ("outputs", measured()),
 ])
 def test_what_was_not_seen_is_unknown_and_never_true(code: str, unclear: Measured) -> None:
     assert outcome(code, unclear) == "unknown"
@@ -206,8 +207,12 @@ def test_what_was_not_seen_is_unknown_and_never_true(code: str, unclear: Measure
     ("expected", measured(), "the recipe expects nothing"),
     ("environment", seen(variables={"HF_HOME": "x"}), "no such variable is set"),
     ("client", measured({**REAL, "time_scale": 150}), "in virtual time no client sends the requests"),
+    ("littles_law", measured({**REAL, **LATENCIES, "time_scale": 150}, samples=STEADY),
+     "the samples are not by the virtual clock"),
     ("binding", seen(audit=Audit(not_applicable="no GPU is visible here")), "no GPU is visible here"),
     ("throttled", seen(2, facts=ranks({}, {})), "the engine computes on no GPU"),
+    ("outputs", measured(random_weights=True, evidence=Evidence(outputs=some_outputs("", "", ""))),
+     "the model's weights are random"),
 ])
 def test_what_means_nothing_is_neither_unknown_nor_true(code: str, elsewhere: Measured, why: str) -> None:
     judgement = validity.judge(elsewhere)

@@ -15,20 +15,31 @@ import msgspec
 import psutil
 import pytest
 
-from isambard_serve import prepare, watch
+from isambard_serve import nvml, prepare, watch
 from isambard_serve.audit import Audit
 from isambard_serve.binding import Binding
+from isambard_serve.ceilings import Reading
 from isambard_serve.claim import Claim
+from isambard_serve.errors import HostError
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import free_port
 from isambard_serve.recipe import END_MARGIN_S
-from isambard_serve.records import Endpoint, Sample, Writer
-from isambard_serve.run import RunDir, read_lines, write_whole
+from isambard_serve.records import Device, Endpoint, GpuSample, Outputs, Sample, Writer
+from isambard_serve.run import RunDir, read_lines, read_record, write_whole
 from isambard_serve.watch import Activity, End, Watcher
 from tests.support.waiting import wait_until
 from tests.unit import fake_engine
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.helpers import HERE, Stubs, small_plan, some_sample, submitted, written_run
+from tests.unit.helpers import (
+    HERE,
+    Stubs,
+    keep_facts,
+    small_plan,
+    some_facts,
+    some_sample,
+    submitted,
+    written_run,
+)
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 ENGINE = [sys.executable, str(Path(fake_engine.__file__))]
@@ -151,6 +162,54 @@ def test_a_binding_that_is_wrong_is_noted_and_one_that_cannot_be_looked_at_stops
     assert wrong.words() == ["note", "ready"]
     assert audited(unclear.run).verdict is None
     assert "could not be looked at" in audited(unclear.run).findings[0]
+
+
+def test_the_fixed_prompts_are_answered_before_the_engine_is_called_ready(scene: Callable[..., Scene]) -> None:
+    made = scene(completion=b'{"choices": [{"index": 0, "text": "Paris", "token_ids": [7]}]}')
+    made.ready()
+    (answer,) = read_record(made.run.outputs, Outputs).answers
+    assert (answer.text, answer.tokens) == ("Paris", (7,))
+    assert made.words() == ["ready"]
+
+
+def test_an_engine_that_does_not_answer_them_is_ready_all_the_same_and_it_is_noted(scene: Callable[..., Scene]) -> None:
+    made = scene(completion=b'{"choices": [{"text": "without a number"}]}')
+    made.ready()
+    assert not made.run.outputs.exists()
+    note, ready = made.run.read_events(["serve"])
+    assert (note.event, ready.event) == ("note", "ready")
+    assert str(note.reason).startswith("the fixed prompts were not answered: /v1/completions: ")
+
+
+def test_the_gpus_that_the_engine_uses_are_looked_at_from_then_on(scene: Callable[..., Scene],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([HostError("not now"), *range(1, 100_000)])
+
+    class Driver:
+        def device(self, uuid: str) -> str:
+            return uuid
+
+        def reading(self, handle: str) -> Reading:
+            number = next(readings)
+            if isinstance(number, HostError):
+                raise number
+            return Reading(time=0.0, sm_mhz=number, power_w=1.0, temperature_c=1, reasons=4)
+
+    monkeypatch.setattr(nvml, "Nvml", Driver)
+    made = scene()
+    keep_facts(made.run, some_facts(device=Device(name="GH200", uuid="GPU-1", pci_bus_id="x")))
+    made.ready()
+    wait_until(lambda: len(read_lines(made.run.gpus, GpuSample)) > 2, 10, "looks")
+    look, *_ = read_lines(made.run.gpus, GpuSample)
+    assert (look.gpu, look.sm_mhz, look.reasons) == ("GPU-1", 1, 4)  # one look missed ends nothing
+
+
+def test_an_engine_on_no_gpu_leaves_no_looks(scene: Callable[..., Scene]) -> None:
+    made = scene()
+    keep_facts(made.run, some_facts())
+    made.ready()
+    wait_until(lambda: len(read_lines(made.run.samples, Sample)) > 2, 10, "samples")
+    assert not made.run.gpus.exists()
 
 
 def test_an_engine_that_is_not_healthy_is_not_ready_and_fails_after_its_load_limit(
