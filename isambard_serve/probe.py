@@ -319,7 +319,7 @@ def torch_with_gpu() -> Any:
     Raises:
         HostError: otherwise.
     """
-    remedy = "run it on a GPU node, with the engine's own Python: isambard-serve submit does"
+    remedy = "run it on a GPU node, with the engine's own Python: isambard-serve submit probe does"
     try:
         import torch
     except ImportError as error:

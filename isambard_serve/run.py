@@ -33,6 +33,7 @@ FILES = {
     "sweep.sbatch": "the sweep job's script, exactly as sent",
     "task.sbatch": "a task's script, exactly as sent; such a run has no other",
     "send.sh": "sends both by hand",
+    "ceilings.json": "of `submit probe`: what the node's GPUs reach at most",
     "jobs.json": "what was submitted, written before and after each submission",
     "controller.log": "without Slurm: what the process that runs the rungs printed",
     "serve.log": "what the serve job printed",
@@ -199,6 +200,7 @@ class RunDir:
         self.container_pid = self.engine / "container.pid"
         self.facts = self.engine / "facts"
         self.inengine = path / "inengine"
+        self.ceilings = path / "ceilings.json"
         self.points = path / "points"
         self.client = path / "inclient" / "bench_client.py"
         self.claims = path / "claims"

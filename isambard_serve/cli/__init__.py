@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from isambard_serve import __version__
-from isambard_serve.cli import collect, compare, completion, doctor, recipes, status, submit, trace
+from isambard_serve.cli import collect, compare, completion, doctor, probe, recipes, status, submit, trace
 from isambard_serve.errors import ServeError
 
 
@@ -49,6 +49,6 @@ def main() -> None:
 
 
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
-                 submit.cancel, status.status, status.logs, collect.collect, compare.compare, trace.trace,
+                 submit.cancel, status.status, status.logs, collect.collect, compare.compare, probe.probe, trace.trace,
                  doctor.doctor, completion.completion):
     main.add_command(_command)
