@@ -154,7 +154,10 @@ def bad_nodes(runs_dir: Path, now: float | None = None) -> list[BadNode]:
     """The nodes that were found bad in the last days, by name."""
     now = time.time() if now is None else now
     found = []
-    for path in sorted((runs_dir / ".bad-nodes").glob("*.json")):
+    listed: list[Path] = []
+    with contextlib.suppress(PermissionError):  # what may not be entered holds no list of this user's
+        listed = sorted((runs_dir / ".bad-nodes").glob("*.json"))
+    for path in listed:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             bad = msgspec.json.decode(path.read_bytes(), type=BadNode)
             if now - bad.time < EXCLUDE_S:

@@ -167,7 +167,7 @@ def _send(run: RunDir, plan: Plan, slurm: Slurm, dependency: str | None) -> str:
     ``jobs.json`` is written before and after each submission, so that whoever comes after a crash can tell what
     may be running.
     """
-    serve = send_job(run, plan.site, slurm, "serve", run.serve_script, dependency, last=plan.placement == "inside")
+    serve = send_job(run, plan.site, slurm, "serve", run.serve_script, dependency, last=plan.placement != "dependent")
     if plan.placement == "dependent":
         delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
         job = send_job(run, plan.site, slurm, "sweep", run.sweep_script, f"after:{serve}{delay}", last=True)

@@ -23,13 +23,14 @@ from isambard_serve.site import Site
 
 
 class Slot(Record, frozen=True):
-    """What is not known yet: the engine's ``port``, the ``serve_job`` id, and where this node's NUMA map binds what.
+    """What is not known yet, and is filled on the node.
 
-    ``membind`` is the command that keeps the engine's memory beside the node's CPUs, ``numa_bind`` the engine's flags
-    that bind its ranks. ``many``: any number of words, also none; otherwise one.
+    The engine's ``port``, its ``host`` address if it serves people, the ``serve_job`` id, and where this node's NUMA
+    map binds what: ``membind`` is the command that keeps the engine's memory beside the node's CPUs, ``numa_bind`` the
+    engine's flags that bind its ranks. ``many``: any number of words, also none; otherwise one.
     """
 
-    slot: Literal["port", "serve_job", "membind", "numa_bind"]
+    slot: Literal["port", "host", "serve_job", "membind", "numa_bind"]
     before: str = ""
     """Text that stands directly before the value, in the same word."""
     many: bool = False
@@ -81,6 +82,7 @@ class NodeHours(Record, frozen=True):
 class Plan(Record, frozen=True):
     """Everything about a run that is known before it is submitted.
 
+    ``placement`` ``none``: the engine serves people and nobody measures it; it listens on ``interface``, if named.
     ``points`` are measured in their order; with a ``search`` there are none yet, and it finds them.
     ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
     ``container_argv`` stands before the engine's command, and ``inside_argv`` between the two, in its container: what
@@ -93,7 +95,8 @@ class Plan(Record, frozen=True):
     recipe: str
     site: str
     scheduler: Literal["slurm", "local"]
-    placement: Literal["dependent", "inside"]
+    placement: Literal["dependent", "inside", "none"]
+    interface: str | None
     ladder: tuple[str, ...]
     resumes: str | None
     simulated: bool
@@ -139,7 +142,12 @@ class Plan(Record, frozen=True):
     @property
     def cost(self) -> float:
         """What the run costs at most with its placement, in node-hours."""
-        return self.node_hours.inside if self.placement == "inside" else self.node_hours.dependent
+        return self.node_hours.dependent if self.placement == "dependent" else self.node_hours.inside
+
+    @property
+    def for_people(self) -> bool:
+        """Whether the engine serves people, and nothing is measured."""
+        return self.placement == "none"
 
     @property
     def lists(self) -> tuple[str, ...]:
@@ -162,7 +170,7 @@ def filled(words: Sequence[Word], *, lists: Mapping[str, Sequence[str]] | None =
 
 
 def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, ladder: tuple[str, ...] = (),
-         resumes: str | None = None) -> Plan:
+         resumes: str | None = None, for_people: bool = False) -> Plan:
     """The plan of running ``recipe`` at ``site`` (whose variables are resolved) as ``run_id``.
 
     Args:
@@ -170,6 +178,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         python: the interpreter that the jobs use; this package must be importable there.
         ladder: the run ids of all rungs, in order, if the run is one of several submitted together.
         resumes: the run whose valid points it takes over.
+        for_people: serve, and measure nothing.
 
     Raises:
         UsageError: the two do not go together, or a directive cannot be written.
@@ -204,7 +213,8 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         recipe=recipe.name,
         site=site.name,
         scheduler=site.scheduler,
-        placement=site.placement,
+        placement="none" if for_people else site.placement,
+        interface=site.serve.interface if for_people else None,
         ladder=ladder,
         resumes=resumes,
         simulated=simulated,
@@ -219,12 +229,13 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         ranks=ranks(recipe),
         random_weights=recipe.engine.args.get("load-format") == "dummy",
         expect=recipe.expect,
-        points=_points(recipe),
-        search=search.space(recipe, time_s - load_s - END_MARGIN_S),
+        points=() if for_people else _points(recipe),
+        search=None if for_people else search.space(recipe, time_s - load_s - END_MARGIN_S),
         limits=Limits(
             load_s=seconds(recipe.resources.load_limit, recipe.name),
             time_s=time_s,
-            idle_s=seconds(recipe.resources.idle_timeout, recipe.name),
+            idle_s=seconds(recipe.resources.serve_idle_timeout if for_people else recipe.resources.idle_timeout,
+                           recipe.name),
             point_s=seconds(recipe.bench.point_limit, recipe.name),
             window_s=seconds(recipe.bench.min_window, recipe.name),
             grace_s=seconds(recipe.resources.sweep_grace, recipe.name),
@@ -248,7 +259,8 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         container_argv=engine_in,
         inside_argv=("env", *_inside(run_dir, environment, patched)),
         local_dir=container.local_folder(site, run_dir),
-        engine_argv=(*command, "serve", recipe.model, "--host", "127.0.0.1", "--port", Slot(slot="port"),
+        engine_argv=(*command, "serve", recipe.model, "--host", Slot(slot="host") if for_people else "127.0.0.1",
+                     "--port", Slot(slot="port"),
                      *_own_flags(recipe),
                      *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
                      *recipe.engine.extra_args, *simulation),

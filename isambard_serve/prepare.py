@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from isambard_serve import binding, nodelocal, process, slurm, topology
 from isambard_serve import health as gpuhealth
@@ -56,10 +57,26 @@ class NodeFacts(Record, frozen=True):
     schema: str = "isambard-serve/node/1"
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on just now."""
+def address(interface: str | None) -> str:
+    """The IPv4 address of the node's network interface ``interface``; loopback's if none is named.
+
+    Raises:
+        ServeError: there is no such interface, or it has no such address.
+    """
+    if interface is None:
+        return "127.0.0.1"
+    known = psutil.net_if_addrs()
+    found = [each.address for each in known.get(interface, ()) if each.family == socket.AF_INET]
+    if not found:
+        raise ServeError(f"this node has no address on {interface!r}", where="serve.interface in the site file",
+                         remedy=f"its interfaces: {', '.join(sorted(known))}")
+    return found[0]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of ``host`` that nobody listens on just now."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((host, 0))
         port: int = listener.getsockname()[1]
         return port
 
@@ -102,10 +119,11 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
     if words["membind"] and numactl([*words["membind"][1:], "true"], env) is None:
         words["membind"] = []
         remarks.append(f"numactl --membind={bound.memory} does not work here: only the ranks' memory is bound")
+    host = address(plan.interface)
     return NodeFacts(
         node=env.get("SLURMD_NODENAME") or platform.node(),
         job_id=env.get("SLURM_JOB_ID"),
-        slots={"port": str(free_port()), **words},
+        slots={"port": str(free_port(host)), **({"host": host} if plan.for_people else {}), **words},
         kernel=platform.release(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         visible_devices=env.get("CUDA_VISIBLE_DEVICES"),

@@ -59,7 +59,8 @@ class Resources(Record, frozen=True):
     """What the serve job holds, and for how long at most.
 
     ``time`` limits the job, ``load_time`` is how long the engine usually takes to be ready (the sweep is not
-    due before), ``load_limit`` how long it may take. The job ends after ``idle_timeout`` without a request.
+    due before), ``load_limit`` how long it may take. The job ends after ``idle_timeout`` without a request, one that
+    serves people (``submit --serve``) after ``serve_idle_timeout``.
     It measures by itself when no sweep has come ``sweep_grace`` after it was ready, or when the sweep's
     heartbeat stands still for ``sweep_silence``.
     """
@@ -69,6 +70,7 @@ class Resources(Record, frozen=True):
     load_time: str = "0m"
     load_limit: str = "60m"
     idle_timeout: str = "15m"
+    serve_idle_timeout: str = "2h"
     sweep_grace: str = "2m"
     sweep_silence: str = "60s"
 
@@ -232,7 +234,8 @@ def _is_text(word: str) -> bool:
 
 
 def _check_times(recipe: Recipe, where: str) -> None:
-    for key in ("time", "load_time", "load_limit", "idle_timeout", "sweep_grace", "sweep_silence"):
+    for key in ("time", "load_time", "load_limit", "idle_timeout", "serve_idle_timeout", "sweep_grace",
+                "sweep_silence"):
         seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
     for key in ("point_limit", "sweep_limit", "min_window"):
         seconds(getattr(recipe.bench, key), f"{where}: bench.{key}")

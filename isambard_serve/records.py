@@ -206,6 +206,7 @@ class Run(Record, frozen=True):
     else by the run's own ``clock``, which leaves out what lies before the first word and after the last.
     ``points_planned`` is None where a search decides as it goes.
     ``binding`` is how the audit of the engine's processes came out, in one line; null before it was made.
+    ``url`` is where a server for people answers while it does, and ``key_file`` the file with the key that it demands.
     """
 
     run_id: str
@@ -223,6 +224,8 @@ class Run(Record, frozen=True):
     points_planned: int | None
     points_invalid: int
     binding: str | None
+    url: str | None
+    key_file: str | None
     schema: str = "isambard-serve/run/1"
 
 

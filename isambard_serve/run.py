@@ -166,7 +166,7 @@ class Outline(msgspec.Struct, frozen=True):
     node_gpus: int
     poll_interval_s: float
     ladder: tuple[str, ...]
-    placement: Literal["dependent", "inside"] = "inside"
+    placement: Literal["dependent", "inside", "none"] = "inside"
     points: tuple[msgspec.Raw, ...] = ()
     search: dict[str, object] | None = None
 

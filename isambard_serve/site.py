@@ -51,6 +51,15 @@ class Sweep(Record, frozen=True):
     load_generator_cpus: int
 
 
+class Serve(Record, frozen=True):
+    """Where a server for people (``submit --serve``) listens on its node.
+
+    ``interface`` is the node's network interface whose address is used; loopback unless one is named.
+    """
+
+    interface: str | None = None
+
+
 class Directives(Record, frozen=True, rename="kebab"):
     """Slurm directives passed through as given; None leaves one out."""
 
@@ -80,6 +89,7 @@ class Site(Record, frozen=True):
     runs_dir: str
     container: Container
     sweep: Sweep
+    serve: Serve = Serve()
     partition: str | None = None
     detect: str | None = None
     placement: Literal["dependent", "inside"] = "dependent"

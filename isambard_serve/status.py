@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from isambard_serve import state
 from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
 from isambard_serve.local import Local
-from isambard_serve.records import HOLDERS, Run
+from isambard_serve.records import HOLDERS, Endpoint, Run
 from isambard_serve.run import Outline, RunDir, read_record, write_whole
 from isambard_serve.slurm import JobState, Slurm, Use
 
@@ -51,6 +51,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
     node_hours = _node_hours(run, plan, ended=now in ENDS)
     if used:
         node_hours = round(sum(use.gpus * use.elapsed_s for use in used.values()) / 3600 / plan.node_gpus, 6)
+    endpoint = _endpoint(run) if now == "ready" and plan.placement == "none" else None
     return Run(
         run_id=run.run_id,
         recipe=plan.recipe,
@@ -67,7 +68,15 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         points_planned=None if plan.search else len(plan.points),
         points_invalid=sum(not row.valid for row in run.read_rows()),
         binding=_binding(run),
+        url=endpoint.url if endpoint else None,
+        key_file=endpoint.key_file if endpoint else None,
     )
+
+
+def _endpoint(run: RunDir) -> Endpoint | None:
+    with contextlib.suppress(FileNotFoundError, ServeError):
+        return read_record(run.endpoint, Endpoint)
+    return None
 
 
 def _binding(run: RunDir) -> str | None:
@@ -129,8 +138,11 @@ def follow(path: Path, run: RunDir, slurm: Slurm | None, tick_s: float = 0.5) ->
         time.sleep(tick_s)
 
 
-def wait(run: RunDir, slurm: Slurm | None, changed: Callable[[Run], None], tick_s: float = 1.0) -> Run:
-    """Waits until the run has ended and returns it; ``changed`` is told of each new state and point.
+def wait(run: RunDir, slurm: Slurm | None, changed: Callable[[Run], None], tick_s: float = 1.0,
+         until: Sequence[str] = ()) -> Run:
+    """Waits until the run has ended, or is in a state of ``until``, and returns it.
+
+    ``changed`` is told of each new state and point.
 
     An unknown state may become known again, when Slurm is back; it is waited for, but not for ever.
     """
@@ -144,6 +156,6 @@ def wait(run: RunDir, slurm: Slurm | None, changed: Callable[[Run], None], tick_
             last = seen
         if now.state != "unknown":
             known = time.monotonic()
-        if now.state in ENDS or time.monotonic() - known > UNKNOWN_S:
+        if now.state in (*ENDS, *until) or time.monotonic() - known > UNKNOWN_S:
             return now
         time.sleep(tick_s)

@@ -74,6 +74,8 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         lines.append(f"{run.run_id}: {progress(run)}")
         if run.binding and not run.binding.startswith("not applicable"):
             lines.append(f"  binding: {run.binding}")
+        if run.url:
+            lines.append(f"  {run.url}, key in {run.key_file}")
         if run.state == "failed":
             lines.append(f"  → isambard-serve logs {run.run_id}")
     return "\n".join(lines)

@@ -154,12 +154,20 @@ class Watcher:
             return swept
         if not ready and now - began > self._plan.limits.load_s:
             return End("failed", f"the engine was not ready within {self._plan.limits.load_s} s (load_limit)")
-        if ready and self._run.endpoint.exists():
+        if ready and self._run.endpoint.exists() and not self._plan.for_people:
             self._see_to_the_sweep()
+        return self._out_of_time(ready, now)
+
+    def _out_of_time(self, ready: bool, now: float) -> End | None:
+        """Whether nobody asks any more, or the job's time is nearly up. For a server for people that is a good end."""
+        people = self._plan.for_people
         if ready and self._activity.idle_s(now) > self._plan.limits.idle_s:
-            return End("failed", f"no request for {self._plan.limits.idle_s} s (idle_timeout): nobody measures")
+            idle = f"no request for {self._plan.limits.idle_s} s"
+            return End("done", f"{idle} (serve_idle_timeout)") if people else End(
+                "failed", f"{idle} (idle_timeout): nobody measures")
         if time.time() > self._deadline - END_MARGIN_S:
-            return End("failed", f"the job's time limit is {END_MARGIN_S} s away, with points still to do")
+            near = f"the job's time limit is {END_MARGIN_S} s away"
+            return End("done" if people and ready else "failed", near if people else f"{near}, with points still to do")
         return None
 
     def _sweep_end(self) -> End | None:
@@ -293,12 +301,12 @@ def _dismiss_sweep(run: RunDir) -> None:
 def serve(run: RunDir, argv: list[str]) -> int:
     """Starts the engine ``argv``, watches it, ends it, and returns the job's exit code."""
     plan = read_record(run.plan, Plan)
-    port = next(line.partition("=")[2] for line in run.slots.read_text().splitlines() if line.startswith("port="))
+    slots = dict(line.split("=", 1) for line in run.slots.read_text().splitlines())
     job_id = os.environ.get("SLURM_JOB_ID")
     # Slurm's own word, since a job may be given less than it asked for, or more.
     deadline = slurm.Slurm(os.environ).end_time(job_id) if job_id else None
     deadline = deadline or time.time() + plan.limits.time_s
-    client = EngineClient(f"http://127.0.0.1:{port}", run.key.read_text())
+    client = EngineClient(f"http://{slots.get('host', '127.0.0.1')}:{slots['port']}", run.key.read_text())
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:

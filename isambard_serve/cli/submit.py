@@ -11,7 +11,7 @@ from isambard_serve.cli import options
 if TYPE_CHECKING:
     from isambard_serve.plan import Plan
     from isambard_serve.recipe import Recipe
-    from isambard_serve.records import Run
+    from isambard_serve.records import Run, State
     from isambard_serve.run import RunDir
     from isambard_serve.site import Site
 
@@ -22,19 +22,22 @@ if TYPE_CHECKING:
 @options.assignments
 @options.time_limit
 @options.placement
+@click.option("--serve", "for_people", is_flag=True, help="Serve people, and measure nothing: the engine listens where "
+              "the site says, for whoever has the key. It ends when it is cancelled, when nobody asks for anything for "
+              "serve_idle_timeout, or when its time is up.")
 @click.option("--no-numa-bind", is_flag=True, help="Do not bind the engine to the cores and memory beside its GPUs, "
               "to measure what binding gains: as --set engine.args.numa-bind=false.")
 @click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
               "that are valid already. Instead of RECIPE.")
 @click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
-@click.option("--wait", is_flag=True, help="Wait until all has ended, and say how it goes. Stopping to wait "
-              "(Ctrl-C) does not stop the run.")
+@click.option("--wait", is_flag=True, help="Wait until all has ended (with --serve: until it is ready), and say "
+              "how it goes. Stopping to wait (Ctrl-C) does not stop the run.")
 @click.option("--dry-run", is_flag=True, help="Do all but submit: check the recipes and the site, and print the "
               "serve jobs' scripts (or, with --json, the plans).")
 @options.as_json
 def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
-           placement: str | None, no_numa_bind: bool, resume: str | None, max_node_hours: float | None, wait: bool,
-           dry_run: bool, as_json: bool) -> None:
+           placement: str | None, for_people: bool, no_numa_bind: bool, resume: str | None,
+           max_node_hours: float | None, wait: bool, dry_run: bool, as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
@@ -50,7 +53,7 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     site = options.choose_site(site_name, placement=placement)
     if no_numa_bind:
         assignments = (*assignments, "engine.args.numa-bind=false")
-    plans, recipes = _planned(names, site, assignments, time_limit, resume)
+    plans, recipes = _planned(names, site, assignments, time_limit, resume, for_people)
     _check_cost(plans, max_node_hours)
     if dry_run:
         for plan in plans:
@@ -67,25 +70,31 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
             click.echo(f"{plan.run_id}: {jobs}, {cost}")
         if not wait:
             options.say(f"  → isambard-serve status {plans[0].run_id}")
-    runs = [statuses.wait(directory, slurm, lambda run: options.say(f"{run.recipe}: {table.progress(run)}"))
+    runs = [statuses.wait(directory, slurm, lambda run: options.say(f"{run.recipe}: {table.progress(run)}"),
+                          until=("ready",) if for_people else ())
             if wait else statuses.read(directory) for directory in directories]
     if as_json:
         click.echo(records.document("submit", runs=[msgspec.to_builtins(run) for run in runs]))
+    elif wait and for_people:
+        click.echo(table.text(runs, []))
     if wait:
-        _check_outcome(runs, directories)
+        _check_outcome(runs, directories, "ready" if for_people else "done")
 
 
 def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], time_limit: str | None,
-             resume: str | None) -> tuple[list[Plan], list[Recipe]]:
+             resume: str | None, for_people: bool) -> tuple[list[Plan], list[Recipe]]:
     """The plans of what is to be submitted, and their recipes."""
     from isambard_serve import launch
     from isambard_serve.errors import UsageError
 
+    if for_people and (resume or len(names) > 1):
+        raise UsageError("one recipe is served at a time, and from its beginning", where="--serve",
+                         remedy="name one RECIPE; submit each server by itself")
     if not resume:
         if not names:
             raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
         recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
-        return options.make_plans(recipes, site), recipes
+        return options.make_plans(recipes, site, for_people=for_people), recipes
     if names or assignments:
         raise UsageError("a run is resumed with its own recipe", where="--resume", remedy="leave RECIPE and --set out")
     lost = options.open_runs(site).find(resume)
@@ -105,12 +114,12 @@ def _check_cost(plans: list[Plan], max_node_hours: float | None) -> None:
                          where="--max-node-hours", remedy="allow more, or shorten it with --time")
 
 
-def _check_outcome(runs: list[Run], directories: list[RunDir]) -> None:
+def _check_outcome(runs: list[Run], directories: list[RunDir], wanted: State) -> None:
     from isambard_serve.errors import ServeError
 
-    bad = {run.run_id: run.state if run.state != "done" else "rows that are not valid"
+    bad = {run.run_id: run.state if run.state != wanted else "rows that are not valid"
            for run, directory in zip(runs, directories, strict=True)
-           if run.state != "done" or not all(row.valid for row in directory.read_rows())}
+           if run.state != wanted or not all(row.valid for row in directory.read_rows())}
     if bad:
         raise ServeError("; ".join(f"{run_id}: {why}" for run_id, why in bad.items()),
                          remedy=f"isambard-serve collect {' '.join(bad)}")

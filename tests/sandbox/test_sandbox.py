@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -177,3 +180,24 @@ def test_measuring_inside_needs_no_sweep(newcomer: Newcomer) -> None:
     run = newcomer.waits_for(run_id, "done")
     assert set(run["jobs"]) == {"serve", "controller"}
     assert [event["event"] for event in newcomer.events(run_id, "inside")][-1] == "finished"
+
+
+def test_people_are_served_on_loopback_to_whoever_has_the_key_until_it_is_cancelled(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", "--serve", "--wait")
+    run = newcomer.run_of(run_id)
+    assert run["url"].startswith("http://127.0.0.1:")
+    key = Path(run["key_file"])
+    assert key.stat().st_mode & 0o777 == 0o600
+
+    def models(*headers: str) -> int:
+        request = urllib.request.Request(f"{run['url']}/v1/models", headers=dict(pair.split(": ") for pair in headers))
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert (models(), models(f"Authorization: Bearer {key.read_text()}")) == (401, 200)
+    assert list(run["jobs"]) == ["serve", "controller"]
+    newcomer.asks("cancel", run_id)
+    assert newcomer.waits_for(run_id, "cancelled")["url"] is None

@@ -24,7 +24,7 @@ from isambard_serve.health import BadNode
 from isambard_serve.records import Row, Writer
 from isambard_serve.run import RunDir
 from isambard_serve.slurm import Slurm
-from tests.unit.helpers import HERE, PRETEND, SMALL, FakeSlurm, keep_row, said, some_row
+from tests.unit.helpers import HERE, PRETEND, SMALL, FakeSlurm, keep_row, ready, said, some_row
 
 Write = Callable[[str, str], Path]
 COMMANDS = sorted(main.commands)
@@ -707,3 +707,33 @@ def test_doctor_finds_nothing_wrong_with_the_sandbox(cluster: Cluster, monkeypat
     assert "FAIL" not in result.stdout
     assert cluster("doctor", "--site", "sandbox").stderr.startswith("no recipe was named")
     assert cluster.slurm.calls == []
+
+
+def test_a_server_for_people_is_one_job_that_measures_nothing(cluster: Cluster) -> None:
+    (run,) = cluster.json("submit", "small", "--serve")["runs"]
+    assert (run["jobs"], run["points_planned"], run["url"]) == ({"serve": "101"}, 0, None)
+    assert cluster.slurm.commands() == ["sbatch"]
+    script = (cluster.runs_dir / run["run_id"] / "serve.sbatch").read_text()
+    assert '--host "${host:?}"' in script
+    assert "--middleware isambard_serve_inengine.guard.Guard" in script
+    (plan,) = cluster.json("submit", "small", "--serve", "--dry-run")["plans"]
+    assert (plan["placement"], plan["limits"]["idle_s"]) == ("none", 7200)
+
+
+def test_who_waits_for_a_server_for_people_is_told_where_it_answers_once_it_does(
+        cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(_: float) -> None:
+        (run,) = runs.Runs(cluster.runs_dir, "here").newest(1)
+        ready(run, "http://10.253.0.1:4711")
+
+    monkeypatch.setattr("time.sleep", meanwhile)
+    result = cluster("submit", "small", "--serve", "--wait")
+    assert "  http://10.253.0.1:4711, key in " in result.stdout
+    monkeypatch.setattr("time.sleep", lambda _: runs.Runs(cluster.runs_dir, "here").newest(1)[0].record(
+        "serve", "failed", reason="it died"))
+    assert ": failed\n" in cluster("submit", "small", "--serve", "--wait", code=1).stderr
+
+
+@pytest.mark.parametrize("words", [["small", "small"], ["--resume", "101"]])
+def test_people_are_served_by_one_recipe_from_its_beginning(cluster: Cluster, words: list[str]) -> None:
+    assert "--serve: one recipe is served at a time" in cluster("submit", "--serve", *words, code=2).stderr

@@ -47,6 +47,25 @@ def test_the_slots_are_filled_and_the_key_is_the_owners_alone(run: RunDir) -> No
     assert run.key.read_text() not in run.node.read_text() + run.slots.read_text()
 
 
+def test_a_server_for_people_has_the_address_of_the_sites_interface_and_a_port_that_is_free_there(
+        tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path / "runs", placement="none", interface="lo"))
+    prepare.prepare(run)
+    slots = dict(line.split("=", 1) for line in run.slots.read_text().splitlines())
+    assert slots["host"] == "127.0.0.1"
+    with socket.socket() as listener:
+        listener.bind((slots["host"], int(slots["port"])))
+
+
+def test_where_the_site_names_no_interface_people_are_served_on_loopback() -> None:
+    assert prepare.address(None) == "127.0.0.1"
+
+
+def test_an_interface_that_the_node_has_not_is_named_with_those_that_it_has() -> None:
+    with pytest.raises(ServeError, match=r"serve\.interface.*no address on 'hsn9'\n.*its interfaces: .*lo"):
+        prepare.address("hsn9")
+
+
 @pytest.fixture
 def bound(tmp_path: Path, stubs: Stubs) -> tuple[RunDir, Path]:
     """A run that asks to be bound, and a quad GH200 that its job sees the first two GPUs of."""

@@ -26,6 +26,7 @@ RECIPES = sorted(path.stem for path in shipped.folder("jobs").glob("*.yaml"))
 PLACES = {
     "isambard-ai": ("serve.sbatch", "sweep.sbatch", "send.sh"),
     "isambard-ai.inside": ("serve.sbatch", "send.sh"),
+    "isambard-ai.people": ("serve.sbatch", "send.sh"),
     "isambard-ai.half": ("serve.sbatch", "sweep.sbatch", "send.sh"),
     "pretend": ("serve.sbatch", "sweep.sbatch", "send.sh"),
     "sandbox": ("serve.sbatch",),
@@ -35,7 +36,11 @@ PLACES = {
 HALF = ("dp4", "isambard-ai.half")
 """Two of a node's four GPUs."""
 
-PAIRS = [(name, place) for name in RECIPES for place in PLACES if place != HALF[1] or name == HALF[0]
+PEOPLE = ("dp4", "isambard-ai.people")
+"""Nothing is measured."""
+
+PAIRS = [(name, place) for name in RECIPES for place in PLACES
+         if all(place != other or name == only for only, other in (HALF, PEOPLE))
          if name != "tiny" or "isambard-ai" not in place]
 SCRIPTS = [(name, place, script) for name, place in PAIRS for script in PLACES[place]]
 
@@ -51,7 +56,7 @@ def golden_plan(name: str, place: str) -> Plan:
     if recipe.model.startswith("/"):
         recipe = msgspec.structs.replace(recipe, model=f"/shared/models/{Path(recipe.model).name}")
     plan = plans.make(recipe, site, run_id=f"20261129-181258-{name}-3f2a", runs_dir="/shared/runs",
-                      python="/opt/isambard-serve/bin/python")
+                      python="/opt/isambard-serve/bin/python", for_people=place == PEOPLE[1])
     return msgspec.structs.replace(plan, package_version="0.0.0")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isambard_serve import local, status
+from isambard_serve import local, status, table
 from isambard_serve.audit import Audit
 from isambard_serve.errors import HostError
 from isambard_serve.plan import Plan
@@ -26,6 +26,7 @@ from tests.unit.helpers import (
     ladder_plans,
     note,
     pretend_site,
+    ready,
     said,
     small_plan,
     some_row,
@@ -52,7 +53,23 @@ def test_a_run_is_told_from_its_files_alone_when_slurm_is_not_to_be_asked(run: R
     read = status.read(run)
     assert read == Run(run_id=RUN_ID, recipe="small", ladder=None, site="pretend", simulated=False, state="submitted",
                        reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, node_hours_by="clock",
-                       directory=str(run.path), points_done=0, points_planned=2, points_invalid=0, binding=None)
+                       directory=str(run.path), points_done=0, points_planned=2, points_invalid=0, binding=None,
+                       url=None, key_file=None)
+
+
+def test_where_people_are_served_is_told_while_they_are(tmp_path: Path) -> None:
+    served = written_run(small_plan(tmp_path / "served", placement="none", points=()))
+    ready(served, "http://10.253.0.1:4711")
+    told = status.read(served)
+    assert (told.state, told.url, told.key_file) == ("ready", "http://10.253.0.1:4711", str(served.key))
+    assert f"  http://10.253.0.1:4711, key in {served.key}" in table.text([told], []).splitlines()
+    served.record("serve", "done")
+    assert status.read(served).url is None
+
+
+def test_a_benchmarks_own_engine_is_not_offered_to_people(run: RunDir) -> None:
+    ready(run)
+    assert (status.read(run).state, status.read(run).url) == ("ready", None)
 
 
 def test_how_the_binding_came_out_is_told_in_one_line(run: RunDir) -> None:

@@ -339,6 +339,23 @@ def test_a_job_stops_by_itself_before_its_time_limit_cuts_it_off(scene: Callable
     assert "time limit" in watched.end().reason
 
 
+def test_a_server_for_people_waits_for_nobody_and_ends_well_when_nobody_asks(
+        scene: Callable[..., Scene], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, placement="none", idle_s=1, grace_s=0))
+    watched.ready()
+    assert watched.end() == End("done", "no request for 1 s (serve_idle_timeout)")
+    assert watched.words() == ["ready"]
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_server_for_people_ends_well_at_its_time_limit_if_it_has_served_at_all(
+        scene: Callable[..., Scene], tmp_path: Path, is_ready: bool) -> None:
+    plan = limited(tmp_path, placement="none")
+    watched = scene(plan=plan, health=200 if is_ready else 503, deadline=time.time() + END_MARGIN_S + 1)
+    watched.begin()
+    assert watched.end() == End("done" if is_ready else "failed", "the job's time limit is 180 s away")
+
+
 def test_a_job_with_time_left_goes_on(scene: Callable[..., Scene]) -> None:
     watched = scene(deadline=time.time() + END_MARGIN_S + 60)
     watched.ready()
