@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from isambard_serve import bench, plan, scout, search
+from isambard_serve import bench, enginelog, plan, scout, search
 from isambard_serve.errors import ServeError
 from isambard_serve.points import Loop
 from isambard_serve.records import Record, Sample
@@ -22,7 +22,11 @@ ATTEMPTS = 2
 
 
 class Found(Record, frozen=True):
-    """``sweep.json``: what the search found. ``gpu_s``: GPU-seconds that it took, those of a lost run left out."""
+    """``sweep.json``: what the search found. ``gpu_s``: GPU-seconds that it took, those of a lost run left out.
+
+    ``engine_kv_cache_tokens`` is what the engine's log says of its KV cache (the smallest of its ranks; None: nothing
+    that is known). It is kept for the record; the search does not believe it.
+    """
 
     knee: int | None
     saturation: Saturation | None
@@ -30,6 +34,7 @@ class Found(Record, frozen=True):
     scouts: int
     points: int
     gpu_s: float
+    engine_kv_cache_tokens: int | None = None
     schema: str = "isambard-serve/sweep/1"
 
     @property
@@ -62,7 +67,8 @@ def find(loop: Loop, space: Space) -> Found:
         append_line(run.search / f"{loop.claim.number:04d}.jsonl", step)
     kinds = [step.kind for step in steps]
     found = Found(knee=action.knee, saturation=action.saturation, reason=action.reason, scouts=kinds.count("scout"),
-                  points=kinds.count("point"), gpu_s=round(sum(step.gpu_s for step in steps), 1))
+                  points=kinds.count("point"), gpu_s=round(sum(step.gpu_s for step in steps), 1),
+                  engine_kv_cache_tokens=enginelog.read(enginelog.part(run.engine_log)).kv_cache_tokens)
     loop.claim.check()
     write_whole(run.knee, msgspec.json.format(msgspec.json.encode(found), indent=2))
     return found

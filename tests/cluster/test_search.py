@@ -22,6 +22,7 @@ def test_the_search_stops_by_itself_where_the_real_engines_kv_cache_is_full(pers
     found = json.loads((person.runs / run_id / "sweep.json").read_text())
     assert found["saturation"] in ("kv", "waiting", "preemptions")
     assert found["reason"] == "the knee is found"
+    assert found["engine_kv_cache_tokens"] in (20 * 128, 21 * 128)
     rows = person.asks("collect", run_id)["rows"]
     assert found["knee"] in [row["concurrency"] for row in rows if row["valid"]]
     assert found["knee"] <= SEQUENCES + 2
