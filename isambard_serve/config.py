@@ -9,9 +9,14 @@ from isambard_serve.records import Record
 
 
 class Config(Record, frozen=True):
-    """What a user may set once. ``site`` is used when neither ``--site`` nor ``ISAMBARD_SERVE_SITE`` names one."""
+    """What a user may set once.
+
+    ``site`` is used when neither ``--site`` nor ``ISAMBARD_SERVE_SITE`` names one. ``host`` is the login node, as ssh
+    knows it, on which commands are run when neither ``--host`` nor ``ISAMBARD_SERVE_HOST`` names one.
+    """
 
     site: str | None = None
+    host: str | None = None
 
 
 def load(path: Path | None = None) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -275,6 +276,33 @@ def ranks(recipe: Recipe) -> int:
         size = recipe.engine.args.get(key, 1)
         product *= size if isinstance(size, int) else 1
     return product
+
+
+class _Packed(Record, frozen=True):
+    """Recipes on their way to another machine."""
+
+    recipes: tuple[Recipe, ...]
+    schema: str = "isambard-serve/recipes-resolved/1"
+
+
+def packed(recipes: Iterable[Recipe]) -> bytes:
+    """``recipes``, whole and resolved, as one line that :func:`unpacked` reads on another machine."""
+    return msgspec.json.encode(_Packed(recipes=tuple(recipes))) + b"\n"
+
+
+def unpacked(line: bytes, assignments: tuple[str, ...] = ()) -> list[Recipe]:
+    """The recipes in ``line``, with ``KEY.PATH=VALUE`` assignments laid over each.
+
+    Raises:
+        UsageError: it holds none.
+    """
+    try:
+        packed = msgspec.json.decode(line, type=_Packed).recipes
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"no recipes: {error}", where="stdin",
+                         remedy="RECIPE - is for recipes that isambard-serve sends itself, with --host") from error
+    return [yamlfile.convert(yamlfile.assigned(msgspec.to_builtins(each), assignments), Recipe, each.name)
+            for each in packed]
 
 
 def locked(recipe: Recipe) -> str:

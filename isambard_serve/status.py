@@ -20,6 +20,9 @@ from isambard_serve.slurm import JobState, Slurm, Use
 
 ENDS = ("done", "failed", "cancelled")
 
+SILENT_S = 60.0
+"""How long a run may write nothing before whoever follows its log asks Slurm: an engine is sampled each second."""
+
 UNKNOWN_S = 600.0
 """How long to wait for an unknown state to become known again."""
 
@@ -123,11 +126,17 @@ def _node_hours(run: RunDir, plan: Outline, *, ended: bool) -> float | None:
     return round(held_s / 3600 * plan.gpus / plan.node_gpus, 6)
 
 
-def follow(path: Path, run: RunDir, slurm: Slurm | None, tick_s: float = 0.5) -> Iterator[bytes]:
-    """The content of ``path`` as it grows, until the run has ended and all of it was given."""
-    position = 0
+def follow(path: Path, run: RunDir, slurm: Slurm | None, *, skip: int = 0, tick_s: float = 0.5) -> Iterator[bytes]:
+    """The content of ``path`` as it grows, but for its first ``skip`` bytes, until the run has ended.
+
+    The run's own files tell of its end. Slurm is asked only when the run has been silent for :data:`SILENT_S`, for
+    a job that could not say a last word, and then no oftener than the site allows.
+    """
+    position = skip
     while True:
-        ended = read(run, slurm).state in (*ENDS, "unknown")
+        silence_s = _silence_s(run)
+        silent = time.time() - run.jobs.stat().st_mtime if silence_s is None and run.jobs.exists() else silence_s
+        ended = read(run, slurm if silent is not None and silent > SILENT_S else None).state in (*ENDS, "unknown")
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(position)
             while block := file.read(1 << 16):

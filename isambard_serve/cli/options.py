@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 
-
 def _site_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     from isambard_serve import site
 
@@ -64,6 +63,15 @@ def load_recipe(name: str, assignments: tuple[str, ...], time_limit: str | None)
     for warning in warnings:
         say(f"warning: {warning}")
     return loaded
+
+
+def load_recipes(names: Sequence[str], assignments: tuple[str, ...], time_limit: str | None) -> list[Recipe]:
+    """The recipes ``names``; ``-`` stands for those that another machine has resolved, and sends on stdin."""
+    from isambard_serve import recipe
+
+    if tuple(names) == ("-",):
+        return recipe.unpacked(sys.stdin.buffer.readline(), assignments)
+    return [load_recipe(name, assignments, time_limit) for name in names]
 
 
 def choose_site(name: str | None, *, from_afar: bool = False, placement: Any = None) -> Site:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from isambard_serve.cli import options
+from isambard_serve.cli import elsewhere, options
 
 
 @click.command()
@@ -71,7 +71,7 @@ def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
         options.say(f"not shown without --all: {', '.join(left)}")
 
 
-@click.command()
+@click.command(cls=elsewhere.RelayedRecipes, only_by_flag=True)
 @click.argument("names", metavar="RECIPE...", nargs=-1, required=True, shell_complete=options.recipe_names)
 @options.site
 @options.assignments
@@ -90,7 +90,7 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
     from isambard_serve import plan as plans
 
     site = options.choose_site(site_name, from_afar=True)
-    recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
+    recipes = options.load_recipes(names, assignments, time_limit)
     made = options.make_plans(recipes, site)
     expected = options.forecasts(recipes, site)
     if as_json:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from isambard_serve.cli import options
+from isambard_serve.cli import elsewhere, options
 
 
-@click.command()
+@click.command(cls=elsewhere.Relayed, again=elsewhere.unless_begun)
 @click.argument("name", metavar="[JOBID]", required=False)
 @options.site
 @options.as_json
@@ -47,13 +47,14 @@ def status(name: str | None, site_name: str | None, as_json: bool) -> None:
         options.say(f"no runs in {runs.folder}")
 
 
-@click.command()
+@click.command(cls=elsewhere.Relayed, again=elsewhere.after)
 @options.run
 @options.site
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--of", "which", type=click.Choice(["engine", "serve", "sweep"]),
               help="The engine's log (unless given), or what the serve or the sweep job printed.")
-def logs(name: str, site_name: str | None, follow: bool, which: str | None) -> None:
+@click.option("--skip", type=int, default=0, hidden=True, help="Leave out so many bytes.")
+def logs(name: str, site_name: str | None, follow: bool, which: str | None, skip: int) -> None:
     """Print a run's log: its engine's, or what a task printed."""
     from isambard_serve import status as statuses
 
@@ -61,10 +62,12 @@ def logs(name: str, site_name: str | None, follow: bool, which: str | None) -> N
     directory = options.open_runs(site).find(name)
     path = directory.log("task" if directory.is_task else which or "engine")
     if follow:
-        for block in statuses.follow(path, directory, options.open_slurm(site)):
+        elsewhere.end_with_caller()
+        for block in statuses.follow(path, directory, options.open_slurm(site), skip=skip):
             click.echo(block, nl=False)
     elif path.exists():
         with open(path, "rb") as file:
+            file.seek(skip)
             while block := file.read(1 << 20):
                 click.echo(block, nl=False)
     else:

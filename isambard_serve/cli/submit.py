@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from isambard_serve.cli import options
+from isambard_serve.cli import elsewhere, options
 
 if TYPE_CHECKING:
     from isambard_serve.plan import Plan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from isambard_serve.site import Site
 
 
-@click.command()
+@click.command(cls=elsewhere.RelayedRecipes)
 @click.argument("names", metavar="RECIPE...", nargs=-1, shell_complete=options.recipe_names)
 @options.site
 @options.assignments
@@ -70,6 +70,8 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
             click.echo(f"{plan.run_id}: {jobs}, {cost}")
         if not wait:
             options.say(f"  → isambard-serve status {plans[0].run_id}")
+    if wait:
+        elsewhere.end_with_caller()
     runs = [statuses.wait(directory, slurm, lambda run: options.say(f"{run.recipe}: {table.progress(run)}"),
                           until=("ready",) if for_people else ())
             if wait else statuses.read(directory) for directory in directories]
@@ -93,7 +95,7 @@ def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], t
     if not resume:
         if not names:
             raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
-        recipes = [options.load_recipe(name, assignments, time_limit) for name in names]
+        recipes = options.load_recipes(names, assignments, time_limit)
         return options.make_plans(recipes, site, for_people=for_people), recipes
     if names or assignments:
         raise UsageError("a run is resumed with its own recipe", where="--resume", remedy="leave RECIPE and --set out")
@@ -125,7 +127,7 @@ def _check_outcome(runs: list[Run], directories: list[RunDir], wanted: State) ->
                          remedy=f"isambard-serve collect {' '.join(bad)}")
 
 
-@click.command()
+@click.command(cls=elsewhere.Relayed)
 @options.run
 @options.site
 @click.option("--ladder", "whole_ladder", is_flag=True, help="End all rungs that were submitted together, the last "

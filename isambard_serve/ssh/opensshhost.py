@@ -123,8 +123,8 @@ class OpensshHost:
 
     def _stream(self, *arguments: str, mark: str | None = None) -> Stream:
         child = process.piped([*self._ssh(), *arguments], env=environment())
-        stdin, stdout, stderr = (cast(BinaryIO, file) for file in (child.stdin, child.stdout, child.stderr))
-        return Stream(stdin, stdout, stderr, _Ending(child, self.name), where=self.name, mark=mark)
+        return Stream(cast(BinaryIO, child.stdin), cast(BinaryIO, child.stdout), cast(BinaryIO, child.stderr),
+                      _Ending(child, self.name), where=self.name, mark=mark)
 
     def dial(self, address: str, port: int) -> Stream:
         """A connection from the host to ``address``: what is written to ``stdin`` goes there."""

@@ -6,7 +6,7 @@ import contextlib
 import io
 import socket
 from collections.abc import Sequence
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import paramiko
 from paramiko.hostkeys import HostKeyEntry, HostKeys, InvalidHostKey
@@ -159,11 +159,9 @@ class ParamikoHost:
         return self._stream(channel, mark).begin()
 
     def _stream(self, channel: paramiko.Channel, mark: str | None = None) -> Stream:
-        def file(direction: str) -> BinaryIO:
-            raw = _ChannelFile(channel, direction)
-            return cast(BinaryIO, (io.BufferedWriter if direction == "in" else io.BufferedReader)(raw, PIECE))
-
-        return Stream(file("in"), file("out"), file("err"), _Ending(channel, self.name), where=self.name, mark=mark)
+        stdin, stdout, stderr = (_ChannelFile(channel, direction) for direction in ("in", "out", "err"))
+        return Stream(io.BufferedWriter(stdin, PIECE), io.BufferedReader(stdout, PIECE),
+                      io.BufferedReader(stderr, PIECE), _Ending(channel, self.name), where=self.name, mark=mark)
 
     def dial(self, address: str, port: int) -> Stream:
         """A connection from the host to ``address``: what is written to ``stdin`` goes there."""

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import shlex
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, Protocol, Self
 
 from isambard_serve.errors import ConnectionLostError, HostError
@@ -77,21 +77,36 @@ class Stream:
         self._ending = ending
         self._mark = None if mark is None else mark.encode()
         self._said = bytearray()
+        self._sink: Callable[[bytes], None] | None = None
+        self._lock = threading.Lock()
+        self._begun = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._stderr as stderr:
             while line := stderr.readline():
-                if line.rstrip(b"\r\n") == self._mark:
-                    self._said.clear()
-                else:
-                    self._said += line
+                with self._lock:
+                    if line.rstrip(b"\r\n") == self._mark:
+                        self._said.clear()
+                        self._begun.set()
+                    elif self._sink:
+                        self._sink(line)
+                    else:
+                        self._said += line
 
     @property
     def stderr(self) -> str:
-        """What it has said on stderr so far."""
+        """What it has said on stderr so far, unless somebody hears it."""
         return bytes(self._said).decode(errors="replace")
+
+    def hear(self, sink: Callable[[bytes], None]) -> None:
+        """From now on gives what it says on stderr to ``sink``, beginning with what it has said so far."""
+        with self._lock:
+            if self._said:
+                sink(bytes(self._said))
+            self._said.clear()
+            self._sink = sink
 
     def begin(self, limit_s: float = START_S) -> Self:
         """Reads up to the mark: from here on, ``stdout`` and ``stderr`` are the program's own.
@@ -103,6 +118,7 @@ class Stream:
         with limited(self, limit_s) as late:
             while line := self._line():
                 if line.rstrip(b"\r\n") == self._mark:
+                    self._begun.wait(LAST_WORDS_S)
                     return self
         try:
             if late.is_set():
