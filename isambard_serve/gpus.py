@@ -15,7 +15,7 @@ Look = Callable[[], list[GpuSample]]
 def looker(facts: Sequence[EngineFacts], client: EngineClient, *, simulated: bool) -> Look | None:
     """What takes one look at every GPU that the engine's workers say they use; None where there is nothing to see.
 
-    A look costs well under a millisecond a GPU: the driver's library is asked, no program is started.
+    The driver's library is asked, no program is started: a look takes microseconds (`tests/gpu/see_gpu.py`).
     """
     if simulated:
         return client.simulated_gpus

@@ -165,7 +165,9 @@ def client(measured: Measured) -> Verdict:
     """
     if _virtual(measured):
         return Verdict("not_applicable", "in virtual time no client sends the requests")
-    facts, itl_ms = measured.evidence.client, measured.number("median_itl_ms")
+    facts = measured.evidence.client
+    # 0: tokens came in several at once, and TPOT says how often they come.
+    itl_ms = measured.number("median_itl_ms") or measured.number("median_tpot_ms")
     if facts is None or facts.cpu_share is None or facts.loop_lag_p99_ms is None or itl_ms is None:
         return verdict(None, "the load generator said nothing of itself")
     found = (f"it took {facts.cpu_share:.0%} of a core, and was {facts.loop_lag_p99_ms:.1f} ms late where tokens come "

@@ -107,6 +107,10 @@ TOLD = [
      measured({**REAL, "latencies": [12.0] * 8}, samples=STEADY)),
     ("client", seen(client=ClientFacts(cpu_share=0.79, loop_lag_p99_ms=0.1)),
      seen(client=ClientFacts(cpu_share=0.81, loop_lag_p99_ms=0.1))),
+    ("client", measured({**REAL, "median_itl_ms": 0.0, "median_tpot_ms": 40.0},
+                        evidence=Evidence(client=ClientFacts(cpu_share=0.5, loop_lag_p99_ms=3.9))),
+     measured({**REAL, "median_itl_ms": 0.0, "median_tpot_ms": 40.0},
+              evidence=Evidence(client=ClientFacts(cpu_share=0.5, loop_lag_p99_ms=4.0)))),
     ("client", slow_tokens(cpu_share=0.5, loop_lag_p99_ms=3.9), slow_tokens(cpu_share=0.5, loop_lag_p99_ms=4.0)),
     ("expected", seen(facts=ranks({}), version="0.33.0"), seen(facts=ranks({}), version="0.26.0")),
     ("expected", seen(facts=ranks({"engine_version": "0.32.0+cpu"}), version="0.32.0"),
@@ -175,7 +179,7 @@ def test_each_rule_has_an_example_of_either() -> None:
     # The median ITL is 2 ms: an idle loop is later than a tenth of that.
     ("client", seen(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=1.2))),
     ("client", seen(client=ClientFacts(cpu_share=0.9, loop_lag_p99_ms=9), facts=ranks({}))),  # on the same CPUs
-    ("client", measured({**REAL, "median_itl_ms": None},
+    ("client", measured({**REAL, "median_itl_ms": None, "median_tpot_ms": None},
                         evidence=Evidence(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=1)))),
     ("expected", seen(version="0.33.0")), ("expected", seen(expect=ASKED)),
     ("expected", seen(2, ASKED, facts=ranks(HUMMING))),  # the second rank says nothing
