@@ -136,6 +136,22 @@ def piped(argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subproce
         raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
 
 
+def attended(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Runs ``argv`` at the terminal of this process, whose Ctrl-C is then for it alone, and returns its exit code.
+
+    Raises:
+        NoProgramError: there is no such program, or it may not be run.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN, a handler is not inherited
+    try:
+        code = subprocess.run(argv, env=dict(env), check=False).returncode
+    except OSError as error:
+        raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code  # as a shell tells a signal
+
+
 @contextlib.contextmanager
 def connected(command: str) -> Iterator[socket.socket]:
     """A socket whose other end is stdin and stdout of the shell command ``command``, as a ProxyCommand wants it."""

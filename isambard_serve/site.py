@@ -78,6 +78,8 @@ class Site(Record, frozen=True):
     looked at from afar (``plan``, ``render``). ``poll_interval_s`` is the fastest that Slurm may be asked.
     ``scheduler`` ``local`` runs jobs as processes of this machine, one rung after another. ``placement`` says who
     measures: ``dependent`` a job of its own, ``inside`` the serve job itself.
+    ``interactive`` lists the directives that may be wanted for an interactive job (``shell``): the first that Slurm
+    accepts are used, in place of ``partition``.
     ``export`` names the variables of the submitting shell that jobs see; ``unset`` those a job drops.
     ``ceilings`` is what each of its GPUs should reach: what ``probe`` is compared with, and ``plan`` reckons with.
     """
@@ -90,6 +92,7 @@ class Site(Record, frozen=True):
     container: Container
     sweep: Sweep
     serve: Serve = Serve()
+    interactive: tuple[dict[str, str], ...] = ()
     partition: str | None = None
     detect: str | None = None
     placement: Literal["dependent", "inside"] = "dependent"

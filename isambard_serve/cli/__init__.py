@@ -7,7 +7,19 @@ from typing import Any
 import click
 
 from isambard_serve import __version__
-from isambard_serve.cli import collect, compare, completion, deploy, doctor, probe, recipes, status, submit, trace
+from isambard_serve.cli import (
+    collect,
+    compare,
+    completion,
+    deploy,
+    doctor,
+    probe,
+    recipes,
+    shell,
+    status,
+    submit,
+    trace,
+)
 from isambard_serve.errors import ServeError
 
 
@@ -50,5 +62,5 @@ def main() -> None:
 
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
                  submit.cancel, status.status, status.logs, collect.collect, compare.compare, probe.probe, trace.trace,
-                 doctor.doctor, completion.completion, deploy.deploy):
+                 doctor.doctor, shell.shell, shell.attach, completion.completion, deploy.deploy):
     main.add_command(_command)
