@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from isambard_serve import __version__, directives, health, launch, process
 from isambard_serve import plan as plans
@@ -27,6 +27,9 @@ from isambard_serve.site import Site
 from isambard_serve.slurm import Slurm
 from isambard_serve.state import SILENCE_S
 
+if TYPE_CHECKING:
+    from isambard_serve.ssh.keys import Certificate
+
 OLDEST_PYTHON = (3, 11)
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "srun")
 FULL_BYTES = 1 << 30
@@ -36,9 +39,17 @@ LOW_BYTES = 10 * FULL_BYTES
 SKEW_S = 5.0
 """How far this machine's clock and the shared file system's may differ before it is worth a word."""
 
+SOON_S = 3600.0
+"""A certificate that ends within the hour may not last for a submission and a look at it."""
+
+FAR_S = 4e9
+"""Later than any certificate that is meant to end; one that never does says 2**64 - 1."""
+
 TRY_S = 300
 """How long the job takes that is tried where no recipe is named."""
 
+RENEW = "run `clifton auth` (or what else renews your certificate)"
+LOGIN_S = 60.0
 _MEMORY = ("devtmpfs", "ramfs", "tmpfs")
 _DISKS = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs")
 _OWN_SITE = "put `extends: {site}` and {key}: into a file of that name in your own sites folder"
@@ -65,6 +76,22 @@ def python(version: Sequence[int], prefix: str) -> Check:
     if tuple(version) < OLDEST_PYTHON:
         return Check(name="python", state="fail", found=found, remedy="install this package with Python 3.11 or newer")
     return Check(name="python", state="ok", found=found)
+
+
+def certificate(found: Sequence[Certificate], now: float) -> Check:
+    """Is the SSH certificate good for long enough, if there is one? The time is this machine's."""
+    if not found:
+        return Check(name="certificate", state="ok", found="none: a key alone logs in")
+    last = min(found, key=lambda each: each.valid_before)
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(min(last.valid_before, FAR_S)))
+    if now >= last.valid_before:
+        return Check(name="certificate", state="fail", found=f"{last.file} expired at {until}", remedy=RENEW)
+    if now < max(each.valid_after for each in found):
+        return Check(name="certificate", state="fail", found=f"{last.file} is not valid yet",
+                     remedy="look at this machine's clock")
+    state: Literal["ok", "warn"] = "ok" if last.valid_before - now > SOON_S else "warn"
+    return Check(name="certificate", state=state, found=f"{last.file}, until {until}",
+                 remedy=None if state == "ok" else RENEW)
 
 
 def commands(missing: Sequence[str]) -> Check:
@@ -259,6 +286,22 @@ def _folder(runs_dir: Path, mounts: str, site: Site, env: Mapping[str, str], run
         free, whose = (free, "but the quota cannot be told") if left is None else (left, "by the project's quota")
     yield space(free, whose)
     yield clock(skew_s)
+
+
+def way(alias: str) -> Iterator[Check]:
+    """Looks at the way to the login node ``alias``: the certificates on it, and whether it lets us in."""
+    from isambard_serve import host
+    from isambard_serve.ssh import keys
+
+    try:
+        hops = host.resolve(alias)
+        yield certificate([each for hop in hops for each in keys.certificates(hop)], time.time())
+        with host.connected(alias) as there:
+            there.run(["true"], timeout_s=LOGIN_S)
+    except ServeError as error:
+        yield failed("login", error)
+    else:
+        yield Check(name="login", state="ok", found=" → ".join(f"{hop.user}@{hop.hostname}" for hop in hops))
 
 
 def _lustre_quota(folder: Path, env: Mapping[str, str], runner: process.Runner) -> int | None:

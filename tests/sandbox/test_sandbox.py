@@ -199,5 +199,8 @@ def test_people_are_served_on_loopback_to_whoever_has_the_key_until_it_is_cancel
 
     assert (models(), models(f"Authorization: Bearer {key.read_text()}")) == (401, 200)
     assert list(run["jobs"]) == ["serve", "controller"]
+    beside = newcomer.does("attach", run_id, "--", "sh", "-c", 'echo "$OPENAI_BASE_URL ${#OPENAI_API_KEY}"; exit 7',
+                           check=False)
+    assert (beside.returncode, beside.stdout) == (7, f"{run['url']}/v1 {len(key.read_text())}\n")
     newcomer.asks("cancel", run_id)
     assert newcomer.waits_for(run_id, "cancelled")["url"] is None

@@ -16,7 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from isambard_serve import __version__, health
+from isambard_serve import __version__, doctor, health, remote
 from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
@@ -737,3 +737,22 @@ def test_who_waits_for_a_server_for_people_is_told_where_it_answers_once_it_does
 @pytest.mark.parametrize("words", [["small", "small"], ["--resume", "101"]])
 def test_people_are_served_by_one_recipe_from_its_beginning(cluster: Cluster, words: list[str]) -> None:
     assert "--serve: one recipe is served at a time" in cluster("submit", "--serve", *words, code=2).stderr
+
+
+def test_doctor_looks_at_the_way_to_a_login_node_first_and_at_the_rest_there(
+        cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = cluster("doctor", "--host", "no such host", code=1)
+    assert result.stdout == "FAIL  login: --host: 'no such host' is no name of a host\n"
+    (check,) = cluster.json("doctor", "--host", "no such host", code=1)["checks"]
+    assert (check["name"], check["state"]) == ("login", "fail")
+
+    asked: list[list[str]] = []
+
+    def relay(alias: str, words: list[str], **_: object) -> int:
+        asked.append([alias, *words])
+        return 1
+
+    monkeypatch.setattr(doctor, "way", lambda _: [doctor.Check(name="login", state="ok", found="me@there")])
+    monkeypatch.setattr(remote, "relay", relay)
+    assert cluster("doctor", "small", "--host", "there", code=1).stdout == "ok    login: me@there\n"
+    assert asked == [["there", "doctor", "--site=here", "--", "small"]]

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from isambard_serve import doctor
+from isambard_serve import doctor, host
 from isambard_serve.doctor import FULL_BYTES, LOW_BYTES
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.health import BadNode, remember
 from isambard_serve.process import Completed
 from isambard_serve.site import Directives
 from isambard_serve.slurm import Slurm
+from isambard_serve.ssh.config import Hop
+from isambard_serve.ssh.keys import Certificate
 from tests.unit.helpers import FakeSlurm, Stubs, pretend_site, said, small_recipe
 
 MOUNTS = """\
@@ -106,6 +108,48 @@ def test_a_lustre_quota_says_what_is_left(text: str, left: int | None) -> None:
 @pytest.mark.parametrize(("skew_s", "state"), [(0.0, "ok"), (-4.9, "ok"), (5.1, "warn"), (-61.0, "fail")])
 def test_clocks_agree_or_they_do_not(skew_s: float, state: str) -> None:
     assert doctor.clock(skew_s).state == state
+
+
+def valid(after: float, before: float) -> Certificate:
+    """A certificate that is good between two moments."""
+    return Certificate(file="me-cert.pub", key=b"", valid_after=after, valid_before=before)
+
+
+@pytest.mark.parametrize(("found", "state", "words"), [
+    ([], "ok", "none"), ([valid(0, 2**64 - 1)], "ok", "me-cert.pub, until"),
+    ([valid(0, 1e9 + 7200)], "ok", "until 2001-09-09 03:46 UTC"), ([valid(0, 1e9 + 3000)], "warn", "until"),
+    ([valid(0, 1e9)], "fail", "expired at 2001-09-09 01:46 UTC"), ([valid(1e9 + 9, 2e9)], "fail", "not valid yet"),
+    ([valid(0, 2e9), valid(0, 1e9 - 1)], "fail", "expired")])
+def test_a_certificate_lasts_or_is_to_be_renewed(found: list[Certificate], state: str, words: str) -> None:
+    check = doctor.certificate(found, 1e9)
+    assert (check.state, check.remedy is None) == (state, state == "ok")
+    assert words in check.found
+
+
+def test_the_way_to_a_login_node_is_tried_and_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    hop = Hop(alias="there", hostname="login.example.org", port=22, user="me")
+    monkeypatch.setattr(host, "resolve", lambda _: [hop])
+    monkeypatch.setattr(host, "connect", lambda *_, **__: _Answering())
+    assert [(check.name, check.state, check.found) for check in doctor.way("there")] == [
+        ("certificate", "ok", "none: a key alone logs in"), ("login", "ok", "me@login.example.org")]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise HostError("there is no key to log in with", where="there", remedy="run `clifton auth`")
+
+    monkeypatch.setattr(host, "connect", refuse)
+    check = list(doctor.way("there"))[-1]
+    assert (check.state, check.found, check.remedy) == (
+        "fail", "there: there is no key to log in with", "run `clifton auth`")
+
+
+class _Answering:
+    """A host that runs whatever it is asked to run."""
+
+    def run(self, argv: Sequence[str], **_: object) -> None:
+        """Run nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 def test_numactl_is_missed_only_where_a_recipe_wants_it() -> None:
