@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -41,6 +42,9 @@ SHORT_S = 0.4
 
 _CHUNK_S = 0.05
 _REST_S = 1.0
+
+_UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")
+"""What nvidia-smi's table is underlined with, into a file too."""
 
 
 @dataclass
@@ -275,7 +279,8 @@ def _topology() -> tuple[str, ...]:
     with contextlib.suppress(HostError):
         done = process.run(["nvidia-smi", "topo", "-m"], env=os.environ)
         if done.returncode == 0:
-            return tuple(line.rstrip() for line in done.stdout.splitlines() if line.strip())
+            plain = _UNDERLINE.sub("", done.stdout)
+            return tuple(line.rstrip() for line in plain.splitlines() if line.strip())
     return ()
 
 

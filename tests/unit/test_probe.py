@@ -129,3 +129,13 @@ def test_a_thread_is_bound_to_a_node_and_set_free_again() -> None:
 def test_a_node_whose_cpus_are_not_allowed_here_cannot_be_bound_to() -> None:
     with pytest.raises(OSError, match="none of its CPUs"), hostmemory.bound_to(0, {100_000}):
         pass
+
+
+def test_the_drivers_picture_of_the_links_is_kept_without_its_underlining(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # As nvidia-smi 580 prints it, into a pipe too.
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\n\\nGPU0\\t X \\tNV18\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert probe._topology() == ("\tGPU0\tGPU1", "GPU0\t X \tNV18")
