@@ -15,7 +15,7 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from isambard_serve import controller, process, recipe, render
+from isambard_serve import controller, ladder, process, recipe, render
 from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
@@ -145,13 +145,17 @@ def submit(rungs: Sequence[Rung], slurm: Slurm | None) -> list[RunDir]:
         UsageError: something that the jobs need is missing.
         HostError: Slurm refused; what was submitted before has been cancelled.
     """
-    for plan, _ in rungs:
+    plans = [plan for plan, _ in rungs]
+    if plans[0].same_node:
+        ladder.check(plans)
+    for plan in plans:
         check_needs(plan.needs)
     runs = [write(plan, chosen) for plan, chosen in rungs]
-    plans = [plan for plan, _ in rungs]
     with rolled_back(runs, slurm):
         if slurm is None:
             controller.start(runs, plans[0].python, plans[0].export)
+        elif plans[0].same_node:
+            _send_together(runs, plans, slurm)
         else:
             before: str | None = None
             for run, plan in zip(runs, plans, strict=True):
@@ -173,6 +177,18 @@ def _send(run: RunDir, plan: Plan, slurm: Slurm, dependency: str | None) -> str:
         job = send_job(run, plan.site, slurm, "sweep", run.sweep_script, f"after:{serve}{delay}", last=True)
         os.link(run.submitit / "sweep.pkl", JobPaths(run.submitit, job).submitted_pickle)
     return serve
+
+
+def _send_together(runs: Sequence[RunDir], plans: Sequence[Plan], slurm: Slurm) -> None:
+    """Submits one job for all of ``runs``, which is the serve job of each. Its id leads to the rung that runs."""
+    write_whole(runs[0].ladder_script, ladder.script(plans))
+    entry = SubmittedJob(role="serve", job_id=None, time=time.time())
+    for run in runs:
+        run.write_jobs(Jobs(jobs=(entry,)))
+    job_id = slurm.submit(runs[0].ladder_script)
+    for run in runs:
+        run.write_jobs(Jobs(jobs=(msgspec.structs.replace(entry, job_id=job_id),), complete=True))
+    Runs(runs[0].path.parent, plans[0].site).remember(job_id, runs[0].run_id)
 
 
 def send_job(run: RunDir, site: str, slurm: Slurm, role: Literal["serve", "sweep", "task"], script: Path,
@@ -214,7 +230,8 @@ def _cancel_unheard(run: RunDir, slurm: Slurm) -> None:
     """Cancels a job of ``run`` that Slurm may have taken although its id could not be noted."""
     for job in run.read_jobs().jobs:
         if job.job_id is None:
-            slurm.cancel_named(job_name(run.run_id, job.role))
+            plan = read_record(run.plan, Outline)
+            slurm.cancel_named(job_name(plan.ladder[0] if plan.same_node else run.run_id, job.role))
 
 
 def cancel(run: RunDir, slurm: Slurm | None) -> None:
@@ -231,6 +248,11 @@ def cancel(run: RunDir, slurm: Slurm | None) -> None:
             run.record("cancel", "cancelled", reason="cancelled on request")
         Local().cancel([holder] if holder else [])
         return
+    if plan.same_node:
+        # The job is that of the other rungs too: this one's watcher sees it, or whoever would start it.
+        run.record("cancel", "cancelled", reason="cancelled on request")
+        end_jobs(run, slurm)
+        return
     before, behind = neighbours(run, plan.ladder)
     if before and behind and holder:
         slurm.depend(behind, f"afterany:{before},afterany:{holder}")
@@ -239,8 +261,14 @@ def cancel(run: RunDir, slurm: Slurm | None) -> None:
 
 
 def end_jobs(run: RunDir, slurm: Slurm) -> None:
-    """Takes the run's jobs out of the queue, the sweep first; those that have ended are no error."""
+    """Takes the run's jobs out of the queue, the sweep first; those that have ended are no error.
+
+    One that several rungs share stays as long as any of them has something to do.
+    """
     ids = run.job_ids()
+    plan = read_record(run.plan, Outline)
+    if plan.same_node and not all(ladder.over(RunDir(run.path.parent / run_id)) for run_id in plan.ladder):
+        return
     _cancel_unheard(run, slurm)
     slurm.cancel(ids[role] for role in ("sweep", *HOLDERS) if role in ids)
 
@@ -248,5 +276,5 @@ def end_jobs(run: RunDir, slurm: Slurm) -> None:
 def cancel_ladder(rungs: Sequence[RunDir], slurm: Slurm | None) -> None:
     """Ends all of ``rungs`` that have not ended, the last one first."""
     for rung in reversed(rungs):
-        if not any(event.event in ("done", "failed", "cancelled") for event in rung.read_events()):
+        if not ladder.over(rung):
             cancel(rung, slurm)

@@ -98,6 +98,7 @@ class Plan(Record, frozen=True):
     placement: Literal["dependent", "inside", "none"]
     interface: str | None
     ladder: tuple[str, ...]
+    same_node: bool
     resumes: str | None
     simulated: bool
     python: str
@@ -170,13 +171,14 @@ def filled(words: Sequence[Word], *, lists: Mapping[str, Sequence[str]] | None =
 
 
 def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, ladder: tuple[str, ...] = (),
-         resumes: str | None = None, for_people: bool = False) -> Plan:
+         same_node: bool = False, resumes: str | None = None, for_people: bool = False) -> Plan:
     """The plan of running ``recipe`` at ``site`` (whose variables are resolved) as ``run_id``.
 
     Args:
         runs_dir: the folder that the run directory will stand in; absolute.
         python: the interpreter that the jobs use; this package must be importable there.
         ladder: the run ids of all rungs, in order, if the run is one of several submitted together.
+        same_node: whether they share one job, and so measure from inside.
         resumes: the run whose valid points it takes over.
         for_people: serve, and measure nothing.
 
@@ -213,9 +215,10 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         recipe=recipe.name,
         site=site.name,
         scheduler=site.scheduler,
-        placement="none" if for_people else site.placement,
+        placement="none" if for_people else "inside" if same_node else site.placement,
         interface=site.serve.interface if for_people else None,
         ladder=ladder,
+        same_node=same_node,
         resumes=resumes,
         simulated=simulated,
         python=python,

@@ -24,7 +24,7 @@ from isambard_serve.errors import HostError, ServeError
 from isambard_serve.health import BadNode, Health
 from isambard_serve.plan import Plan
 from isambard_serve.records import Record
-from isambard_serve.resend import resend
+from isambard_serve.resend import RESENT, resend
 from isambard_serve.run import RunDir, Runs, read_record, write_whole
 from isambard_serve.slurm import Slurm
 from isambard_serve.topology import Topology
@@ -194,7 +194,7 @@ def main() -> None:
         run.record("serve", "failed", reason=f"the node could not be prepared: {error}")
         raise
     if not good:
-        sys.exit(1)
+        sys.exit(RESENT)
 
 
 if __name__ == "__main__":

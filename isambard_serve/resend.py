@@ -17,6 +17,9 @@ from isambard_serve.records import Jobs, SubmittedJob
 from isambard_serve.run import RunDir, Runs
 from isambard_serve.slurm import Slurm
 
+RESENT = 75
+"""The exit code that says so: sysexits.h's EX_TEMPFAIL, by which a ladder's job starts no further rung."""
+
 TICK_S = 0.5
 SUBMITTED_S = 30.0
 """How long the submission may take to note its last job after its first has begun."""
@@ -39,25 +42,35 @@ def resend(run: RunDir, plan: Plan, node: str, why: str, cluster: Slurm) -> str:
     The sweep and the next rung of the ladder wait for the new job instead. A sweep that has begun to wait is
     cancelled, since it would hold its GPU meanwhile: then the new job measures by itself.
 
+    Of a ladder on one node the whole job is sent again, unless a rung has been served already: they stay together.
+
     Raises:
         ServeError: it has been sent again before, or cannot be.
         HostError: Slurm refused.
     """
     if plan.scheduler == "local":
         raise ServeError(f"{why}; there is no other node")
-    if any(event.event == "resent" for event in run.read_events(["serve"])):
+    rungs = [RunDir(run.path.parent / run_id) for run_id in plan.ladder] if plan.same_node else [run]
+    before = {event.event for rung in rungs for event in rung.read_events(["serve"])}
+    if "resent" in before:
         raise ServeError(f"{why}; it was the second node, and a third is not tried")
-    jobs = _jobs(run, why)
+    if "loading" in before:
+        raise ServeError(f"{why}; the rungs before were served there, and all stay on one node")
+    jobs = _jobs(rungs[-1], why)
     avoided = [str(plan.serve_directives["exclude"])] if "exclude" in plan.serve_directives else []
     entry = SubmittedJob(role="serve", job_id=None, time=time.time())
     rest = tuple(job for job in jobs.jobs if job.role != "serve")
-    run.write_jobs(Jobs(jobs=(entry, *rest), complete=True))
+    for rung in rungs:
+        rung.write_jobs(Jobs(jobs=(entry, *rest), complete=True))
+    script = rungs[0].ladder_script if plan.same_node else run.serve_script
     try:
-        job_id = cluster.submit(run.serve_script, exclude=",".join([*avoided, node]))
+        job_id = cluster.submit(script, exclude=",".join([*avoided, node]))
     except HostError:
-        run.write_jobs(jobs)
+        for rung in rungs:
+            rung.write_jobs(jobs)
         raise
-    run.write_jobs(Jobs(jobs=(msgspec.structs.replace(entry, job_id=job_id), *rest), complete=True))
+    for rung in rungs:
+        rung.write_jobs(Jobs(jobs=(msgspec.structs.replace(entry, job_id=job_id), *rest), complete=True))
     Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
     run.record("serve", "resent", reason=f"{why}; sent again to another node than {node}", job_id=job_id)
     with contextlib.suppress(HostError):  # the new job is under way, whatever becomes of those behind it
@@ -68,7 +81,7 @@ def resend(run: RunDir, plan: Plan, node: str, why: str, cluster: Slurm) -> str:
 def _redirect(run: RunDir, plan: Plan, job_id: str, sweeps: Sequence[str], cluster: Slurm) -> None:
     """Has what waited for the old serve job of ``run`` wait for ``job_id``."""
     _, behind = neighbours(run, plan.ladder)
-    if behind:
+    if behind and not plan.same_node:
         cluster.depend(behind, f"afterany:{job_id}")
     delay = f"+{plan.sweep_after_min}" if plan.sweep_after_min else ""
     for sweep in sweeps:

@@ -34,6 +34,8 @@ FILES = {
     "task.sbatch": "a task's script, exactly as sent; such a run has no other",
     "send.sh": "sends both by hand",
     "ceilings.json": "of `submit probe`: what the node's GPUs reach at most",
+    "ladder.sbatch": "of a ladder on one node, with its first rung: the job that runs the serve scripts of all",
+    "ladder.log": "what that job printed: which rung began when",
     "jobs.json": "what was submitted, written before and after each submission",
     "controller.log": "without Slurm: what the process that runs the rungs printed",
     "serve.log": "what the serve job printed",
@@ -167,6 +169,7 @@ class Outline(msgspec.Struct, frozen=True):
     poll_interval_s: float
     ladder: tuple[str, ...]
     placement: Literal["dependent", "inside", "none"] = "inside"
+    same_node: bool = False
     points: tuple[msgspec.Raw, ...] = ()
     search: dict[str, object] | None = None
 
@@ -181,6 +184,7 @@ class RunDir:
         self.serve_script = path / "serve.sbatch"
         self.sweep_script = path / "sweep.sbatch"
         self.task_script = path / "task.sbatch"
+        self.ladder_script = path / "ladder.sbatch"
         self.send_script = path / "send.sh"
         self.serve_log = path / "serve.log"
         self.task_log = path / "task.log"

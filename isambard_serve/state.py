@@ -80,6 +80,8 @@ def _submitted(jobs: Jobs, serve: str | None, slurm: Mapping[str, JobState]) -> 
             return "unknown", "the submission was cut off before Slurm's answer was noted: look for it with squeue"
         return "unknown", "nothing was submitted"
     waiting = f"Slurm: {answer.state}" + (f" ({answer.reason})" if answer.reason else "") if answer else None
+    if answer and answer.state == "RUNNING":
+        waiting = "waits for its turn: its job runs"
     return "submitted", _cut_off(jobs) or waiting
 
 

@@ -50,7 +50,9 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
             # A process may have said its last word and ended since.
             events = run.read_events()
         now, reason = state.fold(events, jobs, answers, silence_s)
-    used = _used(run, plan, slurm, ids) if now in ENDS and plan.scheduler == "slurm" else {}
+    # What rungs of one job have held, the accounting cannot tell apart.
+    accounted = plan.scheduler == "slurm" and not plan.same_node
+    used = _used(run, plan, slurm, ids) if now in ENDS and accounted else {}
     node_hours = _node_hours(run, plan, ended=now in ENDS)
     if used:
         node_hours = round(sum(use.gpus * use.elapsed_s for use in used.values()) / 3600 / plan.node_gpus, 6)

@@ -8,6 +8,7 @@ not come, or its heartbeat stops, the rest is measured from inside this job: GPU
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import signal
@@ -305,7 +306,9 @@ def serve(run: RunDir, argv: list[str]) -> int:
     job_id = os.environ.get("SLURM_JOB_ID")
     # Slurm's own word, since a job may be given less than it asked for, or more.
     deadline = slurm.Slurm(os.environ).end_time(job_id) if job_id else None
-    deadline = deadline or time.time() + plan.limits.time_s
+    if deadline is None or plan.same_node:
+        # The rungs behind this one have their times too.
+        deadline = min(deadline or math.inf, time.time() + plan.limits.time_s)
     client = EngineClient(f"http://{slots.get('host', '127.0.0.1')}:{slots['port']}", run.key.read_text())
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())

@@ -87,7 +87,7 @@ def choose_site(name: str | None, *, from_afar: bool = False, placement: Any = N
 
 
 def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = None, runs_dir: str | None = None,
-               resumes: str | None = None, for_people: bool = False) -> list[Plan]:
+               resumes: str | None = None, *, same_node: bool = False, for_people: bool = False) -> list[Plan]:
     """The plans of one run, or of the rungs of a ladder, at ``chosen``; nodes found bad of late are left out."""
     from isambard_serve import health, plan, run
 
@@ -97,8 +97,8 @@ def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = Non
     chosen = health.avoiding(chosen, bad)
     ids = [run.checked_id(run_id)] if run_id else [run.new_id(recipe.name) for recipe in recipes]
     return [plan.make(recipe, chosen, run_id=own, runs_dir=str(Path(runs_dir or chosen.runs_dir).absolute()),
-                      python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else (), resumes=resumes,
-                      for_people=for_people)
+                      python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else (), same_node=same_node,
+                      resumes=resumes, for_people=for_people)
             for recipe, own in zip(recipes, ids, strict=True)]
 
 

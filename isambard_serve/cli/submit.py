@@ -27,6 +27,8 @@ if TYPE_CHECKING:
               "serve_idle_timeout, or when its time is up.")
 @click.option("--no-numa-bind", is_flag=True, help="Do not bind the engine to the cores and memory beside its GPUs, "
               "to measure what binding gains: as --set engine.args.numa-bind=false.")
+@click.option("--same-node", is_flag=True, help="Run all rungs in one job on one node, one after another: one wait in "
+              "the queue, and a fairer ratio than that of several nodes.")
 @click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
               "that are valid already. Instead of RECIPE.")
 @click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
@@ -36,30 +38,40 @@ if TYPE_CHECKING:
               "serve jobs' scripts (or, with --json, the plans).")
 @options.as_json
 def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
-           placement: str | None, for_people: bool, no_numa_bind: bool, resume: str | None,
+           placement: str | None, for_people: bool, no_numa_bind: bool, same_node: bool, resume: str | None,
            max_node_hours: float | None, wait: bool, dry_run: bool, as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
     themselves. `status`, `logs` and `collect` tell and bring what they did.
 
-    Several recipes are the rungs of a ladder: they run one after another, and are compared with the first.
+    Several recipes are the rungs of a ladder: they run one after another, and are compared with the first. Each has
+    jobs of its own, unless --same-node puts them all into one.
     """
     import msgspec
 
-    from isambard_serve import launch, records, table
+    from isambard_serve import ladder, launch, records, table
     from isambard_serve import status as statuses
+    from isambard_serve.errors import UsageError
 
     site = options.choose_site(site_name, placement=placement)
     if no_numa_bind:
         assignments = (*assignments, "engine.args.numa-bind=false")
-    plans, recipes = _planned(names, site, assignments, time_limit, resume, for_people)
+    if same_node and placement == "dependent":
+        raise UsageError("the rungs of one job measure from inside it", where="--placement", remedy="leave it out")
+    plans, recipes = _planned(names, site, assignments, time_limit, resume, same_node=same_node,
+                              for_people=for_people)
+    if same_node:
+        ladder.check(plans)
     _check_cost(plans, max_node_hours)
     if dry_run:
         for plan in plans:
             launch.check_needs(plan.needs)
+        scripts = [launch.scripts(plan)["serve.sbatch"] for plan in plans]
+        if same_node and site.scheduler == "slurm":
+            scripts.insert(0, ladder.script(plans))
         click.echo(options.plan_document(plans, options.forecasts(recipes, site)) if as_json else
-                   "\n".join(launch.scripts(plan)["serve.sbatch"] for plan in plans), nl=as_json)
+                   "\n".join(scripts), nl=as_json)
         return
     slurm = options.open_slurm(site)
     directories = launch.submit(list(zip(plans, recipes, strict=True)), slurm)
@@ -84,7 +96,7 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
 
 
 def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], time_limit: str | None,
-             resume: str | None, for_people: bool) -> tuple[list[Plan], list[Recipe]]:
+             resume: str | None, *, same_node: bool, for_people: bool) -> tuple[list[Plan], list[Recipe]]:
     """The plans of what is to be submitted, and their recipes."""
     from isambard_serve import launch
     from isambard_serve.errors import UsageError
@@ -96,9 +108,10 @@ def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], t
         if not names:
             raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
         recipes = options.load_recipes(names, assignments, time_limit)
-        return options.make_plans(recipes, site, for_people=for_people), recipes
-    if names or assignments:
-        raise UsageError("a run is resumed with its own recipe", where="--resume", remedy="leave RECIPE and --set out")
+        return options.make_plans(recipes, site, same_node=same_node, for_people=for_people), recipes
+    if names or assignments or same_node:
+        raise UsageError("a run is resumed with its own recipe, alone", where="--resume",
+                         remedy="leave RECIPE, --set and --same-node out")
     lost = options.open_runs(site).find(resume)
     recipes = [options.load_recipe(str(lost.lock), (), time_limit)]
     plans = options.make_plans(recipes, site, resumes=lost.run_id)

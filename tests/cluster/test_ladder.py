@@ -80,3 +80,37 @@ def test_a_rung_that_slurm_refuses_takes_back_those_before_it(simulating: Person
     assert "no more today" in refused.stderr
     simulating.waits_for_an_empty_queue()
     assert {run["state"] for run in simulating.asks("status")["runs"][:2]} == {"failed"}
+
+
+def test_rungs_in_one_job_run_on_one_node_each_as_a_run_of_its_own(simulating: Person) -> None:
+    quick = ("--set", "bench.concurrency=[1, 2]", "--set", "bench.osl=1024")
+    rungs = simulating.starts("tiny", "tiny", "tiny", "tiny", *quick, "--same-node")
+    (job,) = {simulating.run_of(rung)["jobs"]["serve"] for rung in rungs}
+    assert [queued.job_id for queued in simulating.cluster.queue()] == [job]
+    simulating.asks("cancel", rungs[1])
+    assert "waits for its turn" in simulating.waits_for(rungs[3], "submitted")["reason"]
+    # The first dies, the second never starts, the third is cancelled while it runs.
+    simulating.waits_for(rungs[0], "measuring")
+    simulating.engine_of(rungs[0])[0].kill()
+    assert simulating.waits_for(rungs[0], "failed", timeout_s=60)
+    simulating.waits_for(rungs[2], "loading", "ready", "measuring", timeout_s=60)
+    assert simulating.run_of(job)["run_id"] == rungs[2]
+    simulating.asks("cancel", rungs[2])
+    simulating.waits_for(rungs[3], "done", timeout_s=120)
+    simulating.waits_for_an_empty_queue()
+
+    collected = simulating.asks("collect", "--ladder", job)
+    assert [(run["run_id"], run["state"]) for run in collected["runs"]] == list(
+        zip(rungs, ("failed", "cancelled", "cancelled", "done"), strict=True))
+    assert {row["node"] for row in collected["rows"]} == {simulating.cluster.show(job)["NodeList"]}
+    assert [row["valid"] for row in collected["rows"] if row["run_id"] == rungs[3]] == [True, True]
+    assert not (simulating.runs / rungs[1] / "samples.jsonl").exists()
+
+
+def test_cancelling_a_whole_ladder_in_one_job_ends_the_rung_that_runs_and_the_job(simulating: Person) -> None:
+    long = ("--set", "bench.osl=100000", "--set", "engine.args.max-model-len=200000")
+    rungs = simulating.starts("tiny", "tiny", *QUICK, *long, "--same-node")
+    simulating.waits_for(rungs[0], "measuring")
+    simulating.asks("cancel", "--ladder", rungs[1])
+    simulating.waits_for_an_empty_queue()
+    assert [simulating.run_of(rung)["state"] for rung in rungs] == ["cancelled"] * 2

@@ -204,3 +204,13 @@ def test_people_are_served_on_loopback_to_whoever_has_the_key_until_it_is_cancel
     assert (beside.returncode, beside.stdout) == (7, f"{run['url']}/v1 {len(key.read_text())}\n")
     newcomer.asks("cancel", run_id)
     assert newcomer.waits_for(run_id, "cancelled")["url"] is None
+
+
+def test_rungs_on_one_node_measure_from_inside_and_one_that_fails_stops_no_other(newcomer: Newcomer) -> None:
+    first, second = newcomer.starts("tp4", "dp4", *QUICK, "--same-node")
+    newcomer.asks("cancel", first)
+    assert newcomer.waits_for(second, "done")["points_done"] == 2
+    assert newcomer.run_of(first)["state"] == "cancelled"
+    assert newcomer.events(second, "inside")[-1]["event"] == "finished"
+    refused = newcomer.does("submit", "tp4", "dp4", "--same-node", "--placement", "dependent", check=False)
+    assert refused.returncode == 2

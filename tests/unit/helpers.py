@@ -72,11 +72,11 @@ def small_plan(runs_dir: Path, over: Mapping[str, Any] | None = None, site: Site
     return msgspec.structs.replace(made, **changes)
 
 
-def ladder_plans(runs_dir: Path, count: int = 3, **changes: Any) -> list[Plan]:
+def ladder_plans(runs_dir: Path, count: int = 3, *, same_node: bool = False, **changes: Any) -> list[Plan]:
     """The plans of a ladder's rungs; their runs are the first ``count`` of :data:`RUNG_IDS`."""
     ids = RUNG_IDS[:count]
     return [plans.make(small_recipe(), pretend_site(**changes), run_id=own, runs_dir=str(runs_dir),
-                       python="/opt/python", ladder=ids) for own in ids]
+                       python="/opt/python", ladder=ids, same_node=same_node) for own in ids]
 
 
 def written_run(plan: Plan) -> RunDir:

@@ -14,6 +14,7 @@ from isambard_serve.errors import ServeError
 from isambard_serve.health import Health, bad_nodes
 from isambard_serve.plan import Plan
 from isambard_serve.prepare import NodeFacts
+from isambard_serve.resend import RESENT
 from isambard_serve.run import RunDir, Runs, read_record
 from tests.unit import machines
 from tests.unit.helpers import Stubs, small_plan, submitted, written_run
@@ -139,7 +140,7 @@ def test_the_script_ends_when_its_job_was_sent_again(run: RunDir, monkeypatch: p
     monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
     with pytest.raises(SystemExit) as end:
         prepare.main()
-    assert end.value.code == 1
+    assert end.value.code == RESENT
     assert run.read_events() == []
 
 

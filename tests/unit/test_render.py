@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isambard_serve import launch, render, shipped
+from isambard_serve import ladder, launch, render, shipped
 from isambard_serve import plan as plans
 from isambard_serve import site as sites
 from isambard_serve.plan import Plan, Slot
@@ -77,8 +77,35 @@ def test_a_script_says_at_its_head_whether_what_it_runs_is_simulated(name: str, 
     assert ("SIMULATED" in text) is (place == "sandbox")
 
 
+LADDERS = {"ladder@isambard-ai.ladder.sbatch": ("isambard-ai", ("tp4", "dp4", "dp4-humming"))}
+"""The golden file of one job for several rungs → site and recipes."""
+
+
+def golden_ladder(golden: str) -> str:
+    """The script of one job for several rungs."""
+    place, names = LADDERS[golden]
+    return ladder.script([golden_plan(name, f"{place}.inside") for name in names])
+
+
+@pytest.mark.parametrize("golden", LADDERS)
+def test_the_script_of_a_ladder_on_one_node_is_the_golden_one(golden: str) -> None:
+    if os.environ.get("UPDATE_GOLDEN"):
+        (HERE / "golden" / golden).write_text(golden_ladder(golden))
+    assert golden_ladder(golden) == (HERE / "golden" / golden).read_text()
+
+
+@pytest.mark.parametrize("golden", LADDERS)
+def test_bash_and_shellcheck_accept_the_script_of_a_ladder(golden: str, isolated: Path) -> None:
+    script = isolated / "ladder.sbatch"
+    script.write_text(golden_ladder(golden))
+    subprocess.run(["bash", "-n", script], check=True)
+    done = subprocess.run([Path(sys.executable).with_name("shellcheck"), "--norc", script], check=False,
+                          capture_output=True, text=True)
+    assert done.stdout + done.stderr == ""
+
+
 def test_there_is_no_golden_file_too_many() -> None:
-    wanted = {f"{name}@{place}.{script}" for name, place, script in SCRIPTS}
+    wanted = {f"{name}@{place}.{script}" for name, place, script in SCRIPTS} | set(LADDERS)
     assert {path.name for path in (HERE / "golden").iterdir()} == wanted
 
 
