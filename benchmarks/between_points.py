@@ -41,7 +41,7 @@ def waits_s(engine: Engine, plan: Plan, *, stays: bool) -> list[float]:
         for point in plan.points:
             began = time.monotonic()
             row = loop.measure(point)
-            if row.duration_s is None or not row.valid:
+            if row.duration_s is None or "completed" in row.reasons:
                 raise SystemExit(f"{point.name} was not measured: {row.reasons}")
             waits.append(time.monotonic() - began - row.duration_s)
     return waits[1:]

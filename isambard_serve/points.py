@@ -30,6 +30,9 @@ DRAIN_S = 60.0
 PROOF_S = 15.0
 """How long to wait for a sign that the engine outlived a point that went wrong."""
 
+UNANSWERED = frozenset({"bench_ended", "completed", "none_failed"})
+"""The codes of a point whose requests were not all answered: its engine may have died."""
+
 COUNTERS = "counters.jsonl"
 
 WARMUP_LONG = 16
@@ -121,7 +124,7 @@ class Loop:
             result = bench.result(folder)
             kept = bench.row(self.plan, point, node=self._node, bench=result, returncode=returncode, window=window,
                              evidence=observer.gathered(folder, window))
-            if not kept.valid:
+            if not UNANSWERED.isdisjoint(kept.reasons):
                 self._check_engine_outlived(point)
             if result is not None or returncode is None:
                 break

@@ -39,6 +39,9 @@ from typing import Any
 TICK_S = 0.01
 """How often the event loop's lag is looked at: finer than most gaps between tokens, and cheap."""
 
+RESOLUTION_S = 0.001
+"""How much later a loop on epoll may wake without being late: it waits for whole milliseconds, rounded up."""
+
 METRICS_S = 5.0
 """How long the engine may take to tell its counters."""
 
@@ -101,7 +104,7 @@ class Pulse:
             await asyncio.sleep(TICK_S)
             now = time.perf_counter()
             self._at.append(now)
-            self._late.append(now - due)
+            self._late.append(max(0.0, now - due - RESOLUTION_S))
             self._cpu.append(time.process_time())
 
     def facts(self, duration_s: float) -> dict[str, float | None]:

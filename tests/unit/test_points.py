@@ -314,6 +314,15 @@ def test_a_valid_point_needs_no_proof_that_its_engine_lives(
     assert time.monotonic() - began < 30
 
 
+def test_nor_does_one_that_is_not_valid_although_every_request_was_answered(
+        tmp_path: Path, good: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    plan = small_plan(tmp_path, {"bench": {"min_window": "10h"}})
+    began = time.monotonic()
+    assert "window" in measured(written_run(plan), plan, good).reasons
+    assert time.monotonic() - began < 30
+
+
 def test_a_point_that_somebody_else_has_kept_stays_theirs(run: RunDir, plan: Plan, good: Bench) -> None:
     measuring = loop(run, plan, good)
     kept = some_row(concurrency=1, output_tok_s=1.0)
