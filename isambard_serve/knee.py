@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import msgspec
@@ -10,7 +11,7 @@ from isambard_serve import bench, enginelog, plan, scout, search
 from isambard_serve.errors import ServeError
 from isambard_serve.points import Loop
 from isambard_serve.records import Record, Sample
-from isambard_serve.run import RunDir, append_line, point_name, read_lines, write_whole
+from isambard_serve.run import RunDir, append_line, point_name, read_lines, read_record, write_whole
 from isambard_serve.search import Measure, Saturation, Scout, Space, Step, Stop
 
 TICK_S = 0.5
@@ -72,6 +73,13 @@ def find(loop: Loop, space: Space) -> Found:
     loop.claim.check()
     write_whole(run.knee, msgspec.json.format(msgspec.json.encode(found), indent=2))
     return found
+
+
+def found(run: RunDir) -> Found | None:
+    """What a search that has ended found; None if there was none, or it goes on."""
+    with contextlib.suppress(FileNotFoundError, ServeError):
+        return read_record(run.knee, Found)
+    return None
 
 
 def kept(run: RunDir) -> list[Step]:

@@ -198,6 +198,38 @@ class Row(Record, frozen=True):
     schema: str = "isambard-serve/row/1"
 
 
+class Repeats(Record, frozen=True):
+    """The points of one concurrency of a run: how many were ``measured``, and of the ``valid`` ones the median.
+
+    ``output_tok_s_spread`` is (largest - smallest) / median, None of fewer than two.
+    """
+
+    recipe: str
+    concurrency: int
+    measured: int
+    valid: int
+    output_tok_s_median: float | None
+    output_tok_s_spread: float | None
+
+
+class RunVerdict(Record, frozen=True):
+    """What a run came to: ``text`` says it in words.
+
+    ``concurrency`` is its knee, the smallest within 2 % of the best valid throughput; ``output_tok_s`` the median
+    there; ``ratio`` that to the knee of the recipe ``over``, the first of those that it is compared with. ``bound`` is
+    what the engine was short of, where that was seen. These are None where no point is valid. ``medians`` has an entry
+    for each concurrency.
+    """
+
+    text: str
+    concurrency: int | None
+    output_tok_s: float | None
+    ratio: float | None
+    over: str | None
+    bound: Literal["kv", "waiting", "preemptions", "plateau", "max_num_seqs"] | None
+    medians: tuple[Repeats, ...]
+
+
 class Run(Record, frozen=True):
     """A run as ``status`` and ``collect`` report it. ``points_invalid`` counts those with a row that is not valid.
 
@@ -207,6 +239,7 @@ class Run(Record, frozen=True):
     ``points_planned`` is None where a search decides as it goes.
     ``binding`` is how the audit of the engine's processes came out, in one line; null before it was made.
     ``url`` is where a server for people answers while it does, and ``key_file`` the file with the key that it demands.
+    ``verdict`` is what its points came to so far; null before the first.
     """
 
     run_id: str
@@ -226,6 +259,7 @@ class Run(Record, frozen=True):
     binding: str | None
     url: str | None
     key_file: str | None
+    verdict: RunVerdict | None
     schema: str = "isambard-serve/run/1"
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from isambard_serve import knee, state, verdict
 from isambard_serve import slurm as slurm_module
-from isambard_serve import state
 from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
 from isambard_serve.local import Local
-from isambard_serve.records import HOLDERS, Endpoint, Run
+from isambard_serve.records import HOLDERS, Endpoint, Row, Run
 from isambard_serve.run import Outline, RunDir, read_record, write_whole
 from isambard_serve.slurm import JobState, Slurm, Use
 
@@ -57,6 +57,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
     if used:
         node_hours = round(sum(use.gpus * use.elapsed_s for use in used.values()) / 3600 / plan.node_gpus, 6)
     endpoint = _endpoint(run) if now == "ready" and plan.placement == "none" else None
+    rows = run.read_rows()
     return Run(
         run_id=run.run_id,
         recipe=plan.recipe,
@@ -71,11 +72,18 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         directory=str(run.path),
         points_done=sum(1 for _ in run.points.glob("*/row.json")),
         points_planned=None if plan.search else len(plan.points),
-        points_invalid=sum(not row.valid for row in run.read_rows()),
+        points_invalid=sum(not row.valid for row in rows),
         binding=_binding(run),
         url=endpoint.url if endpoint else None,
         key_file=endpoint.key_file if endpoint else None,
+        verdict=verdict.of(rows, knee.found(run), _compared_with(run, plan)),
     )
+
+
+def _compared_with(run: RunDir, plan: Outline) -> list[Row] | None:
+    """The rows of the ladder's first rung; None if the run is that, or on no ladder."""
+    first = plan.ladder[0] if plan.ladder else run.run_id
+    return None if first == run.run_id else RunDir(run.path.parent / first).read_rows()
 
 
 def _endpoint(run: RunDir) -> Endpoint | None:

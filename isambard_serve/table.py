@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from isambard_serve.records import Row, Run
+from isambard_serve.records import Repeats, Row, Run
 from isambard_serve.run import point_name
 
 if TYPE_CHECKING:
@@ -76,9 +76,22 @@ def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:
             lines.append(f"  binding: {run.binding}")
         if run.url:
             lines.append(f"  {run.url}, key in {run.key_file}")
+        if run.verdict:
+            lines.append(f"  {run.recipe}: {run.verdict.text}")
+            lines += [f"  c{each.concurrency}: median {each.output_tok_s_median:,.2f} tok/s of {each.valid}, "
+                      f"spread {each.output_tok_s_spread:.1%}"
+                      for each in run.verdict.medians if each.output_tok_s_spread is not None]
         if run.state == "failed":
             lines.append(f"  → isambard-serve logs {run.run_id}")
     return "\n".join(lines)
+
+
+def medians(repeats: Sequence[Repeats]) -> pd.DataFrame:
+    """One line a concurrency, a column for each field of :class:`~isambard_serve.records.Repeats`."""
+    import pandas as pd
+
+    return pd.DataFrame([msgspec.to_builtins(each) for each in repeats],
+                        columns=[field.name for field in msgspec.structs.fields(Repeats)])
 
 
 def progress(run: Run) -> str:

@@ -25,13 +25,16 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     """Bring a run's evidence here and show its table, while it runs or after.
 
     Every file of the run is copied (but for keys); what is here already is left alone. results.csv and
-    results.json hold the rows. Several runs are shown in one table, compared with the first.
+    results.json hold the rows, medians.csv what repeats come to. Several runs are shown in one table, compared with
+    the first, each with its verdict in words.
     """
     from pathlib import Path
 
+    import msgspec
+
     from isambard_serve import collect as collecting
+    from isambard_serve import knee, table, verdict
     from isambard_serve import status as statuses
-    from isambard_serve import table
     from isambard_serve.errors import ServeError, UsageError
     from isambard_serve.run import RunDir, write_whole
 
@@ -52,10 +55,15 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
         found.append(run)
         groups.append(RunDir(Path(output) / run.run_id).read_rows())
     compared = table.compared(groups)
+    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(RunDir(Path(output) / run.run_id)),
+                                                             groups[0] if at else None))
+             for at, (run, own) in enumerate(zip(found, groups, strict=True))]
     for run, own in zip(found, compared, strict=True):
         here = Path(output) / run.run_id
         write_whole(here / "results.json", _document([run], own), mode=0o644)
         write_whole(here / "results.csv", table.frame(own).to_csv(index=False), mode=0o644)
+        if run.verdict:
+            write_whole(here / "medians.csv", table.medians(run.verdict.medians).to_csv(index=False), mode=0o644)
     rows = [row for own in compared for row in own]
     click.echo(_document(found, rows) if as_json else table.text(found, rows))
     if require_valid and not (rows and all(row.valid for row in rows) and all(run.state == "done" for run in found)):

@@ -149,7 +149,7 @@ def some_run(state: State = "done", **changes: Any) -> Run:
         "run_id": RUN_ID, "recipe": "small", "ladder": None, "site": "pretend", "simulated": False, "state": state,
         "reason": None, "jobs": {"serve": "101", "sweep": "102"}, "node_hours": 0.5, "node_hours_by": "clock",
         "directory": "/shared/runs/x", "points_done": 2, "points_planned": 2, "points_invalid": 0,
-        "binding": None, "url": None, "key_file": None,
+        "binding": None, "url": None, "key_file": None, "verdict": None,
     }
     return Run(**{**values, **changes})
 

@@ -54,7 +54,7 @@ def test_a_run_is_told_from_its_files_alone_when_slurm_is_not_to_be_asked(run: R
     assert read == Run(run_id=RUN_ID, recipe="small", ladder=None, site="pretend", simulated=False, state="submitted",
                        reason=None, jobs={"serve": "101", "sweep": "102"}, node_hours=None, node_hours_by="clock",
                        directory=str(run.path), points_done=0, points_planned=2, points_invalid=0, binding=None,
-                       url=None, key_file=None)
+                       url=None, key_file=None, verdict=None)
 
 
 def test_where_people_are_served_is_told_while_they_are(tmp_path: Path) -> None:
