@@ -7,10 +7,12 @@ Each rung stays a run of its own, whose serve script is the one that it would se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from isambard_serve import render
+from isambard_serve.directives import clock
 from isambard_serve.errors import UsageError
-from isambard_serve.plan import Plan, clock
+from isambard_serve.plan import Plan
 from isambard_serve.resend import RESENT
 from isambard_serve.run import RunDir
 
@@ -31,7 +33,7 @@ def directives(rungs: Sequence[Plan]) -> dict[str, str | bool]:
     """The job's directives: those that all rungs share, and the sum of their times."""
     first = rungs[0]
     return {**first.serve_directives, "time": clock(sum(plan.limits.time_s for plan in rungs)),
-            "output": f"{first.run_dir}/ladder.log"}
+            "output": str(RunDir(Path(first.run_dir)).ladder_log)}
 
 
 def script(rungs: Sequence[Plan]) -> str:

@@ -185,6 +185,7 @@ class RunDir:
         self.sweep_script = path / "sweep.sbatch"
         self.task_script = path / "task.sbatch"
         self.ladder_script = path / "ladder.sbatch"
+        self.ladder_log = path / "ladder.log"
         self.send_script = path / "send.sh"
         self.serve_log = path / "serve.log"
         self.task_log = path / "task.log"

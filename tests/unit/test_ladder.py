@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -177,6 +178,9 @@ def test_a_job_that_has_to_end_waits_for_the_rung_that_runs_and_starts_no_other(
     wait_until(lambda: ran(plans)[0] == "up\n", 10, "the first rung")
     for process in subprocess.run(["pgrep", "-g", str(job.pid)], check=True, capture_output=True,
                                   text=True).stdout.split():
-        os.kill(int(process), signal.SIGTERM)  # as Slurm does, to every process of the job
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGTERM)  # as Slurm does, to every process of the job
     assert job.wait(10) == 1
-    assert ran(plans) == ["up\nended well\n", "", ""]
+    first, *others = ran(plans)
+    assert first.endswith("ended well\n")
+    assert others == ["", ""]
