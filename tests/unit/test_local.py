@@ -40,7 +40,7 @@ def test_what_names_no_process_has_ended(job: str) -> None:
 
 def test_a_cancelled_job_is_asked_to_end_and_killed_if_it_does_not(
         child: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "KILL_AFTER_S", 0.1)
+    monkeypatch.setattr(local, "KILL_AFTER_S", 2.0)
     trapped = tmp_path / "trapped"
     asked = tmp_path / "asked"
     willing = child("bash", "-c", f"trap 'touch {asked}; exit' TERM; touch {trapped}1; while :; do sleep 0.01; done")
