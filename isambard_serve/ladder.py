@@ -17,8 +17,10 @@ from isambard_serve.resend import RESENT
 from isambard_serve.run import RunDir
 
 
-def check(rungs: Sequence[Plan]) -> None:
-    """Raises UsageError if ``rungs`` cannot share a job."""
+def check(rungs: Sequence[Plan], placement: str | None = None) -> None:
+    """Raises UsageError if ``rungs`` cannot share a job, or not with the ``placement`` that was asked for."""
+    if placement == "dependent":
+        raise UsageError("the rungs of one job measure from inside it", where="--placement", remedy="leave it out")
     if len(rungs) < 2:
         raise UsageError("one recipe has a node to itself anyway", where="--same-node", remedy="name two at least")
     gpus = {plan.recipe: plan.gpus for plan in rungs}

@@ -52,24 +52,20 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
 
     from isambard_serve import ladder, launch, records, table
     from isambard_serve import status as statuses
-    from isambard_serve.errors import UsageError
 
     site = options.choose_site(site_name, placement=placement)
     if no_numa_bind:
         assignments = (*assignments, "engine.args.numa-bind=false")
-    if same_node and placement == "dependent":
-        raise UsageError("the rungs of one job measure from inside it", where="--placement", remedy="leave it out")
     plans, recipes = _planned(names, site, assignments, time_limit, resume, same_node=same_node,
                               for_people=for_people)
     if same_node:
-        ladder.check(plans)
+        ladder.check(plans, placement)
     _check_cost(plans, max_node_hours)
     if dry_run:
         for plan in plans:
             launch.check_needs(plan.needs)
-        scripts = [launch.scripts(plan)["serve.sbatch"] for plan in plans]
-        if same_node and site.scheduler == "slurm":
-            scripts.insert(0, ladder.script(plans))
+        together = [ladder.script(plans)] if same_node and site.scheduler == "slurm" else []
+        scripts = [*together, *(launch.scripts(plan)["serve.sbatch"] for plan in plans)]
         click.echo(options.plan_document(plans, options.forecasts(recipes, site)) if as_json else
                    "\n".join(scripts), nl=as_json)
         return
