@@ -19,6 +19,7 @@ from isambard_serve.cli import (
     status,
     submit,
     trace,
+    tunnel,
 )
 from isambard_serve.errors import ServeError
 
@@ -62,5 +63,5 @@ def main() -> None:
 
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
                  submit.cancel, status.status, status.logs, collect.collect, compare.compare, probe.probe, trace.trace,
-                 doctor.doctor, shell.shell, shell.attach, completion.completion, deploy.deploy):
+                 doctor.doctor, shell.shell, shell.attach, completion.completion, deploy.deploy, tunnel.tunnel):
     main.add_command(_command)
