@@ -67,7 +67,7 @@ def _kernel(measured: Measured, key: str, wanted: str) -> Verdict:
         wrong = [f"the log has {key} {' and '.join(logged)}"]
     if wrong:
         return verdict(False, f"{_some(wrong)}, not {wanted}")
-    missing = measured.ranks - len(workers)
+    missing = measured.ranks - len(set(map(_rank, workers)))
     if missing > 0:
         silent.append(f"{missing} of {measured.ranks} ranks")
     if silent and not (logged and measured.ranks == 1):
@@ -116,7 +116,7 @@ def environment(measured: Measured) -> Verdict:
             for facts in workers for name, value in asked.items() if facts.environment.get(name) != value]
     if lost:
         return verdict(False, _some(lost))
-    missing = measured.ranks - len(workers)
+    missing = measured.ranks - len(set(map(_rank, workers)))
     return verdict(None if missing > 0 else True, f"{missing} of {measured.ranks} ranks say nothing" if missing > 0 else
                    f"{len(asked)} variables have arrived")
 

@@ -135,7 +135,8 @@ def littles_law(measured: Measured) -> Verdict:
     By Little's law that is the mean number of requests under way × the time. The client adds up how long each of
     its requests took, the engine's samples tell how many it had, running or waiting. If the client counts more, its
     requests lay elsewhere (in a busy client, before a busy API server) and the engine had less to do than was asked;
-    if the engine counts more, somebody else was served too.
+    if the engine counts more, somebody else was served too. Where engine and client share the CPUs they keep each other
+    waiting, and nobody can tell who whom.
     """
     if _virtual(measured):
         return Verdict("not_applicable", "the samples are not by the virtual clock")
@@ -148,7 +149,15 @@ def littles_law(measured: Measured) -> Verdict:
     engine_s = sum((later - earlier) * (before + after) / 2
                    for (earlier, before), (later, after) in itertools.pairwise(samples))
     share = engine_s / sum(took) if sum(took) else 0.0
-    return verdict(abs(share - 1) <= LITTLE, f"the engine counts {share:.0%} of the client's request-seconds")
+    found = f"the engine counts {share:.0%} of the client's request-seconds"
+    if share < 1 - LITTLE and _shares_cpus(measured):
+        return verdict(None, f"the engine computes on the same CPUs: {found}")
+    return verdict(abs(share - 1) <= LITTLE, found)
+
+
+def _shares_cpus(measured: Measured) -> bool:
+    """Whether the engine computes on the CPUs that the client and the API servers run on, as its CPU build does."""
+    return any(each.device_type == "cpu" for each in measured.evidence.facts)
 
 
 def _virtual(measured: Measured) -> bool:
@@ -172,7 +181,7 @@ def client(measured: Measured) -> Verdict:
         return verdict(None, "the load generator said nothing of itself")
     found = (f"it took {facts.cpu_share:.0%} of a core, and was {facts.loop_lag_p99_ms:.1f} ms late where tokens come "
              f"every {itl_ms:.1f} ms")
-    if any(each.device_type == "cpu" for each in measured.evidence.facts):
+    if _shares_cpus(measured):
         return verdict(None, f"the engine computes on the same CPUs: {found}")
     late = facts.loop_lag_p99_ms >= CLIENT_LAG * itl_ms
     if facts.cpu_share < CLIENT_CPU and late and facts.loop_lag_p99_ms <= CLIENT_LAG_SEEN_MS:

@@ -88,7 +88,7 @@ def engine_processes(root: int) -> dict[str, psutil.Process]:
 def _how(code: int) -> str:
     """An exit code in words; real-time signals have no name."""
     if code >= 0:
-        return f"exit code {code}"
+        return f"exit code {code}" + (": there is no such command" if code == 127 else "")  # env's word for it
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"signal {-code}"

@@ -173,6 +173,11 @@ def test_the_experts_input_is_read_off_vllms_own_description_too(dtype: object, 
     assert model.backends(worker(Layer(quant_method=wrapped)))["input_quant"] == [text]
 
 
+def test_replicas_of_a_dense_model_are_told_apart_by_their_index() -> None:
+    parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=3, tensor_parallel_size=1)
+    assert model.ranks(SimpleNamespace(parallel_config=parallel), None)["data_parallel_rank"] == 3
+
+
 def test_nothing_is_said_of_a_model_that_is_not_loaded() -> None:
     assert model.backends(SimpleNamespace(model_runner=None)) == {}
     assert not model.loaded(None)

@@ -174,6 +174,7 @@ def test_each_rule_has_an_example_of_either() -> None:
     ("littles_law", measured({**REAL, **LATENCIES, "latencies": []}, samples=STEADY)),
     ("littles_law", measured({**REAL, **LATENCIES}, samples=tuple(
         Sample(time=number, scrape_ms=1) for number in range(30)))),
+    ("littles_law", measured({**REAL, "latencies": [18.0] * 8}, samples=STEADY, evidence=Evidence(facts=ranks({})))),
     ("client", measured()), ("client", seen(client=ClientFacts(cpu_share=None, loop_lag_p99_ms=1))),
     ("client", seen(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=None))),
     # The median ITL is 2 ms: an idle loop is later than a tenth of that.
@@ -182,6 +183,7 @@ def test_each_rule_has_an_example_of_either() -> None:
     ("client", measured({**REAL, "median_itl_ms": None, "median_tpot_ms": None},
                         evidence=Evidence(client=ClientFacts(cpu_share=0.1, loop_lag_p99_ms=1)))),
     ("expected", seen(version="0.33.0")), ("expected", seen(expect=ASKED)),
+    ("expected", seen(2, ASKED, facts=(*ranks(HUMMING), *ranks(HUMMING)))),  # the same rank twice
     ("expected", seen(2, ASKED, facts=ranks(HUMMING))),  # the second rank says nothing
     ("expected", seen(2, ASKED, facts=ranks(HUMMING, {"moe_backend": None, "input_quant": None}))),
     # The log's line is the first rank's: no proof for two.

@@ -247,8 +247,8 @@ def test_a_sample_that_cannot_be_read_stops_nothing(scene: Callable[..., Scene],
 
 
 @pytest.mark.parametrize(("script", "told"), [
-    ("exit 0", "exit code 0"), ("exit 1", "exit code 1"), ("kill -KILL $$", "signal SIGKILL"),
-    ("kill -40 $$", "signal 40")])
+    ("exit 0", "exit code 0"), ("exit 1", "exit code 1"), ("exit 127", "exit code 127: there is no such command"),
+    ("kill -KILL $$", "signal SIGKILL"), ("kill -40 $$", "signal 40")])
 def test_an_engine_that_ends_by_itself_has_failed_whatever_its_exit_code(
         scene: Callable[..., Scene], script: str, told: str) -> None:
     watched = scene(argv=("bash", "-c", script), health=503)

@@ -27,8 +27,10 @@ def ranks(config: Any, worker: Any) -> dict[str, Any]:
     if parallel is None:
         return {}
     rank = getattr(worker, "rank", None)
+    # Replicas of a dense model know nothing of each other, and each has the rank 0; the index still tells them apart.
+    own = getattr(parallel, "data_parallel_rank", None)
     return {
-        "data_parallel_rank": getattr(parallel, "data_parallel_rank", None),
+        "data_parallel_rank": getattr(parallel, "data_parallel_index", own),
         "tensor_parallel_rank": None if rank is None else rank % parallel.tensor_parallel_size,
         "rank": rank,
         "local_rank": getattr(worker, "local_rank", None),
