@@ -8,9 +8,12 @@ whoever started the container has gone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Literal
+
+import msgspec
 
 from isambard_serve.errors import UsageError
 from isambard_serve.recipe import Recipe
@@ -123,6 +126,14 @@ def local_folder(site: Site, run_dir: str) -> str | None:
     if site.container.runtime not in ("podman-hpc", "apptainer"):
         return None
     return f"{site.container.local}/isambard-serve-{run_dir.rsplit('/', 1)[-1]}"
+
+
+def kernels(site: Site, recipe: Recipe) -> str | None:
+    """How the files begin that keep compiled kernels of this image and engine, if the site keeps any."""
+    if site.container.kernels_dir is None or site.container.runtime not in ("podman-hpc", "apptainer"):
+        return None
+    what = msgspec.json.encode((recipe.image, recipe.model, recipe.engine), order="sorted")
+    return f"{site.container.kernels_dir}/{hashlib.sha256(what).hexdigest()[:16]}"
 
 
 def _mounts(site: Site, recipe: Recipe, role: Role, run_dir: str, variables: Mapping[str, str]) -> list[Mount]:

@@ -87,7 +87,8 @@ class Plan(Record, frozen=True):
     ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
     ``container_argv`` stands before the engine's command, and ``inside_argv`` between the two, in its container: what
     makes it load the plugin and say its facts. ``client_command`` and ``bench_command`` are whole, container and all.
-    ``local_dir`` is the run's folder on its node, if it has one.
+    ``local_dir`` is the run's folder on its node, if it has one. ``kernels`` is how the files begin that keep compiled
+    kernels for the next run; the model of GPU comes behind it.
     """
 
     run_id: str
@@ -130,6 +131,7 @@ class Plan(Record, frozen=True):
     container_argv: tuple[str, ...]
     inside_argv: tuple[str, ...]
     local_dir: str | None
+    kernels: str | None
     engine_argv: tuple[Word, ...]
     client_command: tuple[str, ...]
     bench_command: tuple[str, ...]
@@ -262,6 +264,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         container_argv=engine_in,
         inside_argv=("env", *_inside(run_dir, environment, patched)),
         local_dir=container.local_folder(site, run_dir),
+        kernels=container.kernels(site, recipe),
         engine_argv=(*command, "serve", recipe.model, "--host", Slot(slot="host") if for_people else "127.0.0.1",
                      "--port", Slot(slot="port"),
                      *_own_flags(recipe),

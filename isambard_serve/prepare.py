@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import binding, nodelocal, process, slurm, topology
+from isambard_serve import binding, kernelcache, nodelocal, process, slurm, topology
 from isambard_serve import health as gpuhealth
 from isambard_serve.binding import Binding
 from isambard_serve.errors import HostError, ServeError
@@ -172,7 +172,7 @@ def prepare(run: RunDir, root: Path = Path("/")) -> bool:
         resend(run, plan, facts.node, why, Slurm(slurm.environment(plan.export, os.environ)))
         return False
     nodelocal.make(plan)
-    for remark in (facts.binding.impossible, *facts.remarks):
+    for remark in (facts.binding.impossible, *facts.remarks, kernelcache.restore(plan, facts.gpus, os.environ)):
         if remark:
             run.record("serve", "note", reason=remark)
     write_whole(run.key, secrets.token_urlsafe(32))

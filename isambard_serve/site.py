@@ -33,7 +33,7 @@ class Container(Record, frozen=True):
     recipe's image, with the runtime's ``args`` and with ``binds``, host folders seen under the same path inside
     (the runs' folder and ``HF_HOME`` are, anyway); ``simulated`` starts the package's own simulated engine, with
     ``args``. ``images_dir`` is where apptainer's images lie. ``local`` is a folder of the node's own, in memory, for
-    temporary files and compiled kernels.
+    temporary files and compiled kernels; ``kernels_dir``, on shared storage, keeps the kernels for the next run.
     """
 
     runtime: Literal["none", "apptainer", "podman-hpc", "simulated"]
@@ -42,6 +42,7 @@ class Container(Record, frozen=True):
     args: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
     local: str = "/tmp"  # noqa: S108 - a folder of the run's own is made in it
+    kernels_dir: str | None = None
 
 
 class Sweep(Record, frozen=True):
@@ -196,6 +197,7 @@ def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False)
         images_dir=fill(site.container.images_dir) if site.container.images_dir else None,
         binds=tuple(fill(bind) for bind in site.container.binds),
         local=fill(site.container.local),
+        kernels_dir=fill(site.container.kernels_dir) if site.container.kernels_dir else None,
         command=tuple(fill(word) for word in site.container.command),
     )
     values = {key: fill(value) for key, value in site.set.items()}

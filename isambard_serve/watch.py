@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import audit, gpus, inengine, nodelocal, outputs, process, slurm
+from isambard_serve import audit, gpus, inengine, kernelcache, nodelocal, outputs, process, slurm
 from isambard_serve.audit import Audit
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
@@ -136,6 +136,8 @@ class Watcher:
             self._over.set()
             if self._inside:
                 process.stop(self._inside, STOP_GRACE_S)
+            for thread in threads:
+                thread.join(TICK_S)
 
     def _reason_to_end(self, began: float) -> End | None:
         if self._terminated.is_set():
@@ -233,8 +235,12 @@ class Watcher:
             # A full disk must not hold the GPUs: nobody can measure, and idle_timeout ends the job.
             with contextlib.suppress(OSError):
                 self._tell_ready()
-                return
+                break
             self._over.wait(5.0)
+        # Now, beside the measurement, and not at the end while the GPUs wait for it.
+        with contextlib.suppress(OSError, ServeError):
+            node = read_record(self._run.node, NodeFacts)
+            kernelcache.save(self._plan, node.gpus, os.environ, self._run.serve_log, self._over)
 
     def _settle(self) -> None:
         """Puts the API servers where they belong, and keeps how the binding came out: before any row is judged."""
