@@ -57,6 +57,7 @@ rows: venv
 # The random trials, more of them than in `make test`.
 soak: venv
 	ISAMBARD_SERVE_TRIALS=10 $(BIN)/pytest tests/cluster/test_claim.py
+	ISAMBARD_SERVE_TRIALS=20 $(BIN)/pytest tests/cluster/test_podman.py -k random_moment
 	ISAMBARD_SERVE_TRIALS=30 $(BIN)/pytest tests/ssh/test_transfer.py
 
 benchmarks: venv

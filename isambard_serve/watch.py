@@ -320,7 +320,9 @@ def serve(run: RunDir, argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
         inengine.install(run.inengine)
-        child = process.start(argv, env=os.environ, log=run.engine_log, bound=True)
+        # podman that is asked to end between making a container and starting it leaves it so; the end of its input
+        # reaches the container in any case.
+        child = process.start(argv, env=os.environ, log=run.engine_log, bound=plan.runtime != "podman-hpc")
     except OSError as error:
         run.record("serve", "failed", reason=f"the engine could not be started: {error}", job_id=job_id)
         return 1

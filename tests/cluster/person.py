@@ -33,15 +33,18 @@ class Person:
     cluster: PretendCluster
     bin: Path
     site: str
+    path: str | None = None
+    """The PATH of the commands and of their jobs, if not the usual one."""
 
     @classmethod
-    def with_site(cls, cluster: PretendCluster, bin_folder: Path, site: str, container: str) -> Person:
+    def with_site(cls, cluster: PretendCluster, bin_folder: Path, site: str, container: str,
+                  path: str | None = None) -> Person:
         """The cluster's ordinary user, whose site ``site`` is the pretend cluster with that ``container``."""
         settings = cluster.home / ".config/isambard-serve/sites"
         cluster.run(["mkdir", "-p", settings])
         text = SITE.format(runs=cluster.home / "runs" / site, container=container)
         cluster.run(["tee", settings / f"{site}.yaml"], input=text)
-        return cls(cluster, bin_folder, site)
+        return cls(cluster, bin_folder, site, path)
 
     @property
     def runs(self) -> Path:
@@ -52,20 +55,21 @@ class Person:
         self, *arguments: str, check: bool = True, timeout: float = 300, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run ``isambard-serve ARGUMENTS``."""
-        env = {"ISAMBARD_SERVE_SITE": self.site, **coverage.environment(self.cluster.folder), **(env or {})}
+        env = {"ISAMBARD_SERVE_SITE": self.site, **({"PATH": self.path} if self.path else {}),
+               **coverage.environment(self.cluster.folder), **(env or {})}
         return self.cluster.run([self.bin / "isambard-serve", *arguments], check=check, timeout=timeout, env=env)
 
-    def asks(self, *arguments: str) -> Any:
+    def asks(self, *arguments: str, env: dict[str, str] | None = None) -> Any:
         """What ``isambard-serve ARGUMENTS --json`` prints."""
-        return json.loads(self.does(*arguments, "--json").stdout)
+        return json.loads(self.does(*arguments, "--json", env=env).stdout)
 
     def submits(self, *arguments: str) -> str:
         """Submit a recipe and return the run id."""
         return self.starts(*arguments)[0]
 
-    def starts(self, *arguments: str) -> list[str]:
+    def starts(self, *arguments: str, env: dict[str, str] | None = None) -> list[str]:
         """Submit recipes, the rungs of a ladder, and return their run ids."""
-        return [run["run_id"] for run in self.asks("submit", *arguments)["runs"]]
+        return [run["run_id"] for run in self.asks("submit", *arguments, env=env)["runs"]]
 
     def run_of(self, name: str) -> dict[str, Any]:
         """The run ``name`` as ``status`` reports it."""

@@ -18,19 +18,19 @@ def install(folder: Path) -> Path:
 
     What it depends on lies in an environment that is built once for all runs; this one holds the wheel alone.
     """
-    dependencies = _dependencies()
-    _run(dependencies / "bin/python", "-m", "venv", "--without-pip", folder)
+    installed = dependencies()
+    _run(installed / "bin/python", "-m", "venv", "--without-pip", folder)
     (packages,) = folder.glob("lib/python3*/site-packages")
-    (shared,) = dependencies.glob("lib/python3*/site-packages")
+    (shared,) = installed.glob("lib/python3*/site-packages")
     # With the .pth files in it: coverage has one.
     (packages / "dependencies.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
-    pip = (dependencies / "bin/python", "-m", "pip", "--python", folder / "bin/python")
+    pip = (installed / "bin/python", "-m", "pip", "--python", folder / "bin/python")
     _run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir", ROOT)
     _run("chmod", "-R", "a+rX", folder)
     return folder / "bin"
 
 
-def _dependencies() -> Path:
+def dependencies() -> Path:
     """The environment with all pinned requirements, made by the first who needs it."""
     python = SYSTEM_PYTHON if SYSTEM_PYTHON.exists() else Path(sys.executable)
     version = subprocess.run([python, "-VV"], check=True, capture_output=True).stdout

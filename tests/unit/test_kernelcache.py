@@ -172,8 +172,9 @@ def test_the_same_image_and_engine_share_their_kernels_and_no_others() -> None:
     name = container.kernels(a_site(), one)
     assert str(name).startswith("/shared/kernels/")
     assert container.kernels(a_site(), small_recipe({"image": "a:1", "bench": {"osl": 9}, "description": "x"})) == name
-    others: list[dict[str, Any]] = [{"image": "a:2"}, {"image": "a:1", "model": "other"}, {"image": "a:1", "engine": {"env": {"A": "1"}}},
-              {"image": "a:1", "engine": {"args": {"block-size": 16}}}]
+    others: list[dict[str, Any]] = [
+        {"image": "a:2"}, {"image": "a:1", "model": "other"}, {"image": "a:1", "engine": {"env": {"A": "1"}}},
+        {"image": "a:1", "engine": {"args": {"block-size": 16}}}]
     assert len({name, *(container.kernels(a_site(), small_recipe(other)) for other in others)}) == 5
     assert container.kernels(a_site(kernels_dir=None), one) is None
     assert container.kernels(a_site(runtime="none"), one) is None
