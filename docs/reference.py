@@ -14,21 +14,25 @@ from typing import Any, get_args, get_type_hints
 import click
 import msgspec
 
-from isambard_serve import cli, recipe, records, run, site, validity
+from isambard_serve import cli, image, recipe, records, run, site, validity
 
 TARGET = Path(__file__).with_name("reference.md")
 
 
 def commands() -> str:
     """Every command's help, as it is shown."""
+    return "\n".join(_helps(cli.main, click.Context(cli.main, info_name="isambard-serve",
+                                                    **cli.main.context_settings), ""))
+
+
+def _helps(group: click.Group, context: click.Context, prefix: str) -> list[str]:
     parts = []
-    settings = cli.main.context_settings
-    context = click.Context(cli.main, info_name="isambard-serve", **settings)
-    for name in sorted(cli.main.commands):
-        command = cli.main.commands[name]
+    for name, command in sorted(group.commands.items()):
         child = click.Context(command, info_name=name, parent=context, max_content_width=100, terminal_width=100)
-        parts.append(f"### {name}\n\n```\n{command.get_help(child)}\n```\n")
-    return "\n".join(parts)
+        parts.append(f"### {prefix}{name}\n\n```\n{command.get_help(child)}\n```\n")
+        if isinstance(command, click.Group):
+            parts += _helps(command, child, f"{prefix}{name} ")
+    return parts
 
 
 def keys(kind: type[msgspec.Struct], prefix: str = "") -> str:
@@ -101,6 +105,9 @@ Lengths of time are written `90s`, `15m`, `4h` or `"4:00:00"`. `extends: NAME` l
 ## Site keys
 
 {keys(site.Site)}
+## Image keys
+
+{keys(image.Image)}
 ## The run directory
 
 {directory()}

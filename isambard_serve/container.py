@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from isambard_serve.errors import UsageError
+from isambard_serve.image import NAME
 from isambard_serve.recipe import Recipe
 from isambard_serve.records import Record
 from isambard_serve.site import Site
@@ -38,12 +39,14 @@ PASSED = ("CUDA_VISIBLE_DEVICES", "OPENAI_API_KEY", "SLURM_JOB_ID", "VLLM_API_KE
 class Need(Record, frozen=True):
     """Something that must be there before the run is submitted, and the ``remedy`` when it is not.
 
-    It is there when ``path`` exists or, where nothing on the file system tells, when ``command`` succeeds.
+    It is there when ``path`` exists or, where nothing on the file system tells, when ``command`` succeeds. With a
+    ``revision``, ``path`` is a model in the hub's cache, of which all weights must be there.
     """
 
     what: str
     remedy: str
     path: str | None = None
+    revision: str | None = None
     command: tuple[str, ...] = ()
 
 
@@ -88,6 +91,12 @@ def words(site: Site, recipe: Recipe, *, role: Role, run_dir: str, variables: Ma
     )
 
 
+def python(site: Site) -> str:
+    """The interpreter that the engine is installed for: beside the engine's command, or the image's own."""
+    folder, slash, _ = site.container.command[0].rpartition("/")
+    return f"{folder}{slash}python3"
+
+
 def image(site: Site, recipe: Recipe) -> str:
     """What the site's runtime calls the recipe's image.
 
@@ -97,8 +106,10 @@ def image(site: Site, recipe: Recipe) -> str:
     if recipe.image is None:
         raise UsageError(f"names no image, and {site.name} runs the engine in a container",
                          where=f"recipe {recipe.name}: image")
-    if site.container.runtime != "apptainer" or recipe.image.endswith(".sif"):
+    if recipe.image.endswith(".sif"):
         return recipe.image
+    if site.container.runtime == "podman-hpc":
+        return f"localhost/isambard-serve/{recipe.image}" if NAME.fullmatch(recipe.image) else recipe.image
     # The name that apptainer itself gives to the image: last part of the reference, tag behind "_".
     name = recipe.image.rsplit("/", 1)[-1].replace(":", "_").replace("@", "_")
     return f"{site.container.images_dir}/{name}.sif"
@@ -110,15 +121,18 @@ def image_need(site: Site, recipe: Recipe) -> tuple[Need, ...]:
     if runtime in ("none", "simulated"):
         return ()
     what, name = "the engine's image", image(site, recipe)
-    if runtime == "podman-hpc":
-        return (Need(what=what, command=("podman-hpc", "image", "exists", name),
-                     remedy=f"pull it in a job (login nodes have too little memory): srun --gpus=1 --time=1:00:00 "
-                            f"podman-hpc pull {name}"),)
-    if recipe.image == name:
-        return (Need(what=what, path=name, remedy="check the path"),)
-    return (Need(what=what, path=name,
-                 remedy=f"pull it in a job (login nodes have too little memory): srun --gpus=1 --time=1:00:00 "
-                        f"apptainer pull --dir {site.container.images_dir} docker://{recipe.image}"),)
+    job = "pull it in a job (login nodes have too little memory): srun --gpus=1 --time=1:00:00"
+    if NAME.fullmatch(recipe.image or ""):
+        remedy = f"isambard-serve image build {recipe.image}, in a job of its own"
+    elif recipe.image == name and runtime == "apptainer":
+        remedy = "check the path"
+    elif runtime == "apptainer":
+        remedy = f"{job} apptainer pull --dir {site.container.images_dir} docker://{recipe.image}"
+    else:
+        remedy = f"{job} podman-hpc pull {name}"
+    if runtime == "apptainer":
+        return (Need(what=what, path=name, remedy=remedy),)
+    return (Need(what=what, command=("podman-hpc", "image", "exists", name), remedy=remedy),)
 
 
 def local_folder(site: Site, run_dir: str) -> str | None:
@@ -143,7 +157,8 @@ def _mounts(site: Site, recipe: Recipe, role: Role, run_dir: str, variables: Map
            for path in _outermost([*site.container.binds, runs_dir, *_absolute(variables.get("HF_HOME"))])]
     seen = [mount.source for mount in own]
     read = [Mount(source=path, target=path, writable=False)
-            for path in _outermost([*seen, *_absolute(recipe.model), *_absolute(recipe.engine.overlay)])
+            for path in _outermost([*seen, *_absolute(recipe.model), *_absolute(recipe.engine.overlay),
+                                    *_absolute(variables.get("HF_TOKEN_PATH"))])
             if path not in seen]
     local = local_folder(site, run_dir) if role == "engine" else None
     scratch = [Mount(source=f"{local}/tmp", target="/tmp", writable=True),  # noqa: S108 - inside, and bound

@@ -15,7 +15,7 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from isambard_serve import controller, ladder, process, recipe, render
+from isambard_serve import controller, hubcache, ladder, process, recipe, render
 from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
@@ -124,11 +124,18 @@ def _take_over(before: RunDir, run: RunDir, plan: Plan) -> None:
 def check_needs(needs: Iterable[Need], runner: process.Runner = process.run) -> None:
     """Raises UsageError when something that the job will need is not there: better now than when GPUs are held."""
     for need in needs:
-        there = (os.path.exists(need.path) if need.path is not None
-                 else runner(need.command, env=os.environ).returncode == 0)
-        if not there:
-            raise UsageError(f"{need.what} not found", where=need.path or shlex.join(need.command),
-                             remedy=need.remedy)
+        missing = _missing(need, runner)
+        if missing:
+            raise UsageError(f"{need.what} {missing}", where=need.path or shlex.join(need.command), remedy=need.remedy)
+
+
+def _missing(need: Need, runner: process.Runner) -> str | None:
+    """What is amiss with ``need``, in words; None if it is there."""
+    if need.path is None:
+        return None if runner(need.command, env=os.environ).returncode == 0 else "not found"
+    if not os.path.exists(need.path):
+        return "not found"
+    return hubcache.missing(Path(need.path), need.revision) if need.revision else None
 
 
 Rung = tuple[Plan, recipe.Recipe]

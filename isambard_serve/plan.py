@@ -7,11 +7,10 @@ A plan holds every argument, variable and directive of a run. What only the node
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from isambard_serve import __version__, container, flags, inengine, search
+from isambard_serve import __version__, container, flags, hubcache, inengine, search
 from isambard_serve.container import Need
 from isambard_serve.directives import holder_directives, sweep_directives
 from isambard_serve.errors import UsageError
@@ -270,7 +269,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                      *_own_flags(recipe),
                      *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
                      *recipe.engine.extra_args, *simulation),
-        client_command=(*client_in, *_client_command(command, run_dir, python, simulated=simulated)),
+        client_command=(*client_in, *_client_command(site, run_dir, python)),
         bench_command=(*command_in, *command, "bench", "serve"),
         bench_argv=("--backend", "openai", "--base-url", Slot(slot="port", before="http://127.0.0.1:"),
                     "--endpoint", "/v1/completions", "--model", recipe.model, "--dataset-name", "random",
@@ -283,7 +282,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                    "srun", Slot(slot="serve_job", before="--jobid="), "--overlap", "--nodes=1", "--ntasks=1",
                    "--gpus=0", "--mem=0", f"--cpus-per-task={site.sweep.load_generator_cpus}",
                    "--cpu-bind=none", "--export=ALL"),
-        needs=() if simulated else _needs(recipe, site, environment, command_in),
+        needs=() if simulated else _needs(recipe, site, environment),
         poll_interval_s=site.poll_interval_s,
     )
 
@@ -299,14 +298,12 @@ def _inside(run_dir: str, environment: dict[str, str], pythonpath: str | None) -
     return [f"{name}={value}" for name, value in given.items()]
 
 
-def _client_command(command: Sequence[str], run_dir: str, python: str, *, simulated: bool) -> tuple[str, ...]:
+def _client_command(site: Site, run_dir: str, python: str) -> tuple[str, ...]:
     """What starts the load generator that stays: its program, with the interpreter that the engine is installed for."""
     program = f"{run_dir}/inclient/bench_client.py"
-    if simulated:
+    if site.container.runtime == "simulated":
         return (python, program, "isambard_serve.sim.benchmarks")
-    # An environment has its interpreter beside its commands; in vLLM's images it is the system's.
-    folder, slash, _ = command[0].rpartition("/")
-    return (f"{folder}{slash}python3", program, "vllm.benchmarks.serve")
+    return (container.python(site), program, "vllm.benchmarks.serve")
 
 
 def _own_flags(recipe: Recipe) -> list[str]:
@@ -335,19 +332,17 @@ def point(concurrency: int, repeat: int, prompts_per_concurrency: int) -> Point:
                  seed=concurrency * 1000 + repeat)
 
 
-def _needs(recipe: Recipe, site: Site, environment: dict[str, str], inside: tuple[str, ...]) -> tuple[Need, ...]:
+def _needs(recipe: Recipe, site: Site, environment: dict[str, str]) -> tuple[Need, ...]:
     """What must be there before the run is submitted."""
     overlay = recipe.engine.overlay
     patched = (Need(what="the overlay of Python packages", path=overlay, remedy="check the path"),) if overlay else ()
-    return (*container.image_need(site, recipe), *patched, *_weights(recipe, environment, inside))
+    return (*container.image_need(site, recipe), *patched, *_weights(recipe, environment))
 
 
-def _weights(recipe: Recipe, environment: dict[str, str], container_argv: tuple[str, ...]) -> tuple[Need, ...]:
+def _weights(recipe: Recipe, environment: dict[str, str]) -> tuple[Need, ...]:
     """A model of the hub must be in the cache when the engine may not ask the hub for it."""
     cache = environment.get("HF_HOME")
     if environment.get("HF_HUB_OFFLINE") != "1" or cache is None or recipe.model.startswith("/"):
         return ()
-    fetch = shlex.join(["srun", "--gpus=1", "--time=4:00:00", "env", f"HF_HOME={cache}", "HF_HUB_OFFLINE=0",
-                        *container_argv, "hf", "download", recipe.model])
-    return (Need(path=f"{cache}/hub/models--{recipe.model.replace('/', '--')}", what="the model's weights",
-                 remedy=f"fetch them in a job: {fetch}"),)
+    return (Need(what="the model's weights", path=hubcache.folder(cache, recipe.model), revision=recipe.revision,
+                 remedy=f"isambard-serve weights fetch {recipe.name}, in a job of its own"),)

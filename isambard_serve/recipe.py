@@ -116,6 +116,11 @@ class Recipe(Record, frozen=True):
     image: str | None = None
     expect: Expect = Expect()
 
+    @property
+    def revision(self) -> str:
+        """The model's revision at the hub, as the engine is told."""
+        return str(self.engine.args.get("revision") or "main")
+
 
 def seconds(text: str, where: str) -> int:
     """A length of time (``90s``, ``1h30m``, ``4:00:00``, ``1-00:00:00``) in seconds.

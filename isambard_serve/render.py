@@ -75,6 +75,11 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def text(template: str, **values: Any) -> str:
+    """The text of ``templates/<template>.j2``; the same values always give the same bytes."""
+    return _environment().get_template(f"{template}.j2").render(**values)
+
+
 def script(template: str, plan: Record, **values: Any) -> str:
     """The text of ``templates/<template>.j2`` for ``plan``; the same plan always gives the same bytes."""
-    return _environment().get_template(f"{template}.j2").render(plan=plan, **values)
+    return text(template, plan=plan, **values)

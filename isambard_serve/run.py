@@ -55,6 +55,7 @@ FILES = {
                "process id of its container",
     "inengine/": "what runs inside the engine: the plugin that writes the facts, the guard of its routes, and the "
                  "first program in its container",
+    "intask/": "of a task: this package, for what it runs in the engine's container",
     "used.json": "what the jobs have held, by the site's accounting, once it knows that they have ended",
     "profile/": "traces of the torch profiler, of a run with --profile-at",
     "inclient/": "the load generator's program, as it ran beside the engine",
@@ -206,6 +207,7 @@ class RunDir:
         self.facts = self.engine / "facts"
         self.inengine = path / "inengine"
         self.ceilings = path / "ceilings.json"
+        self.intask = path / "intask"
         self.points = path / "points"
         self.client = path / "inclient" / "bench_client.py"
         self.claims = path / "claims"

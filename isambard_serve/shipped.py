@@ -1,6 +1,6 @@
-"""The files that come with the package: recipes, sites, templates, the engines' flag lists, the load generator.
+"""The files that come with the package: recipes, images, sites, templates, the engines' flag lists, the load generator.
 
-In a wheel they lie inside the package; in a checkout ``jobs/`` and ``templates/`` stand beside it.
+In a wheel they lie inside the package; in a checkout ``jobs/``, ``images/`` and ``templates/`` stand beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def folder(name: str) -> Path:
-    """The shipped folder ``name`` (``jobs``, ``templates``, ``sites``, ``engine_flags`` or ``inclient``)."""
+    """The shipped folder ``name`` (``jobs``, ``images``, ``templates``, ``sites``, ``engine_flags``, ``inclient``)."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 

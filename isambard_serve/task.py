@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -16,10 +17,11 @@ from typing import Literal
 
 import msgspec
 
-from isambard_serve import __version__, controller, launch, process, render
+from isambard_serve import __version__, container, controller, inengine, launch, process, render
 from isambard_serve.container import Need
 from isambard_serve.directives import holder_directives
 from isambard_serve.errors import UsageError
+from isambard_serve.recipe import Recipe
 from isambard_serve.records import Record
 from isambard_serve.run import RunDir, Runs, read_record, write_whole
 from isambard_serve.site import Site
@@ -51,6 +53,7 @@ class TaskPlan(Record, frozen=True):
     export: tuple[str, ...]
     unset: tuple[str, ...]
     environment: dict[str, str]
+    files: dict[str, str]
     commands: tuple[tuple[str, ...], ...]
     needs: tuple[Need, ...]
     poll_interval_s: float
@@ -62,12 +65,13 @@ class TaskPlan(Record, frozen=True):
 
 def make(name: str, description: str, commands: Sequence[Sequence[str]], site: Site, *, run_id: str, runs_dir: str,
          python: str, time_s: int, gpus: int | None = None, environment: Mapping[str, str] | None = None,
-         needs: Sequence[Need] = ()) -> TaskPlan:
+         files: Mapping[str, str] | None = None, needs: Sequence[Need] = ()) -> TaskPlan:
     """The plan of running ``commands`` at ``site`` (whose variables are resolved).
 
     Args:
         gpus: how many; the smallest job that the site allows unless given.
         environment: variables besides the site's.
+        files: what to put into the run's directory for the commands, by file name.
         needs: what must exist before it is submitted.
 
     Raises:
@@ -84,9 +88,27 @@ def make(name: str, description: str, commands: Sequence[Sequence[str]], site: S
         directives=holder_directives(site, run_id, run_dir, "task.log", gpus, time_s),
         open_files=site.open_files, export=site.export, unset=site.unset,
         environment={"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **(environment or {})},
-        commands=tuple(tuple(command) for command in commands), needs=tuple(needs),
+        files=dict(files or {}), commands=tuple(tuple(command) for command in commands), needs=tuple(needs),
         poll_interval_s=site.poll_interval_s,
     )
+
+
+def inside(site: Site, recipe: Recipe, run_dir: str, module: str, *words: str,
+           variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The command that runs a ``module`` of this package in the recipe's container, with the engine's interpreter.
+
+    What the module needs beside Python itself must come with vLLM, as msgspec does.
+    """
+    return (*container.words(site, recipe, role="command", run_dir=run_dir, variables=variables),
+            "env", f"PYTHONPATH={run_dir}/intask", container.python(site), "-m", f"isambard_serve.{module}", *words)
+
+
+def install(run: RunDir) -> None:
+    """Puts into the run's directory what its commands may need in a container."""
+    inengine.install(run.inengine)
+    package = Path(__file__).resolve().parent
+    shutil.copytree(package, run.intask / package.name, dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def script(plan: TaskPlan) -> str:
@@ -109,6 +131,8 @@ def submit(plan: TaskPlan, slurm: Slurm | None) -> RunDir:
     text = script(plan)
     run.create()
     write_whole(run.task_script, text)
+    for name, content in plan.files.items():
+        write_whole(run.path / name, content)
     write_whole(run.plan, msgspec.json.format(msgspec.json.encode(plan), indent=2))
     with launch.rolled_back([run], slurm):
         if slurm is None:
@@ -126,6 +150,7 @@ def perform(run: RunDir, terminated: threading.Event) -> int:
     run.record("task", "started", job_id=job_id)
     if job_id:
         Runs(run.path.parent, plan.site).remember(job_id, run.run_id)
+    install(run)
     for command in plan.commands:
         why = _stopped(run, command, terminated)
         if why:

@@ -13,13 +13,14 @@ from isambard_serve.cli import (
     completion,
     deploy,
     doctor,
+    image,
     probe,
     recipes,
     shell,
     status,
     submit,
     trace,
-    tunnel,
+    weights,
 )
 from isambard_serve.errors import ServeError
 
@@ -63,5 +64,6 @@ def main() -> None:
 
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
                  submit.cancel, status.status, status.logs, collect.collect, compare.compare, probe.probe, trace.trace,
-                 doctor.doctor, shell.shell, shell.attach, completion.completion, deploy.deploy, tunnel.tunnel):
+                 image.image, weights.weights, doctor.doctor, shell.shell, shell.attach, completion.completion,
+                 deploy.deploy):
     main.add_command(_command)

@@ -27,7 +27,7 @@ def chosen(flag: str | None, site_name: str | None) -> tuple[str | None, str | N
     from isambard_serve.errors import UsageError
 
     settings = config.load()
-    named = named_site(site_name)
+    named = site_name or os.environ.get("ISAMBARD_SERVE_SITE") or settings.site
     host = flag or os.environ.get("ISAMBARD_SERVE_HOST") or settings.host
     if host and not flag:
         try:
@@ -37,13 +37,6 @@ def chosen(flag: str | None, site_name: str | None) -> tuple[str | None, str | N
         if here.scheduler == "local" or not named:
             return None, named
     return host, named
-
-
-def named_site(flag: str | None) -> str | None:
-    """The site that is named here, which the host will be told of."""
-    from isambard_serve import config
-
-    return flag or os.environ.get("ISAMBARD_SERVE_SITE") or config.load().site
 
 
 def needed(flag: str | None) -> str:

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from isambard_serve.cost import Forecast
     from isambard_serve.plan import Plan
     from isambard_serve.recipe import Recipe
-    from isambard_serve.run import Runs
+    from isambard_serve.run import RunDir, Runs
     from isambard_serve.site import Site
     from isambard_serve.slurm import Slurm
+    from isambard_serve.task import TaskPlan
 
 Command = Callable[..., Any]
 
@@ -40,6 +41,14 @@ placement = click.option("--placement", type=click.Choice(["dependent", "inside"
                          help="Who measures: a job of its own that depends on the serve job, or the serve job itself. "
                               "Otherwise as the site says.")
 run = click.argument("name", metavar="JOBID")
+wait_for_task = click.option("--wait", is_flag=True, help="Wait until it has ended, and show what it prints meanwhile. "
+                             "Stopping to wait (Ctrl-C) does not stop it.")
+
+
+def task_time(default: str) -> Callable[[Command], Command]:
+    """The option of a task's time limit."""
+    return click.option("--time", "time_limit", metavar="TIME", default=default, show_default=True,
+                        help="The job's time limit, such as 30m or 4h.")
 
 
 def recipe_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -128,6 +137,34 @@ def open_slurm(chosen: Site) -> Slurm | None:
     from isambard_serve import slurm
 
     return slurm.Slurm(slurm.environment(chosen.export, os.environ)) if chosen.scheduler == "slurm" else None
+
+
+def submit_task(plan: TaskPlan, chosen: Site, *, wait: bool, as_json: bool) -> RunDir:
+    """Submits a task, says so, and with ``wait`` shows its log until it has ended.
+
+    Raises:
+        ServeError: it was waited for, and failed.
+    """
+    import msgspec
+
+    from isambard_serve import records, status, task
+    from isambard_serve.errors import ServeError
+
+    slurm = open_slurm(chosen)
+    directory = task.submit(plan, slurm)
+    job = directory.job_ids().get("task") or directory.job_ids().get("controller")
+    say(f"{plan.run_id}: job {job}, at most {plan.cost:g} node-hours")
+    if wait:
+        for block in status.follow(directory.task_log, directory, slurm):
+            click.echo(block, nl=False, err=as_json)
+    else:
+        say(f"  → isambard-serve logs -f {plan.run_id}")
+    run = status.read(directory, slurm if wait else None)
+    if as_json:
+        click.echo(records.document("task", runs=[msgspec.to_builtins(run)]))
+    if wait and run.state != "done":
+        raise ServeError(run.reason or run.state, where=run.run_id, remedy=f"isambard-serve logs {run.run_id}")
+    return directory
 
 
 def open_runs(chosen: Site) -> Runs:

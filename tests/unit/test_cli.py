@@ -229,11 +229,15 @@ def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
     user_file("sites/offline.yaml", f"{text}\nset: {{HF_HOME: {cache}, HF_HUB_OFFLINE: '1'}}\n")
     for words in ([], ["--dry-run"]):
         result = cluster("submit", "small", "--site", "offline", *words, code=2)
-        assert "models--small-model: the model's weights not found\n  → fetch them in a job: srun" in result.stderr
-        assert f"HF_HOME={cache}" in result.stderr
+        assert "models--small-model: the model's weights not found\n  → isambard-serve weights fetch" in result.stderr
     assert cluster.slurm.calls == []
     assert not cluster.runs_dir.exists()
-    (cache / "hub" / "models--small-model").mkdir(parents=True)
+    snapshot = cache / "hub" / "models--small-model" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    incomplete = cluster("submit", "small", "--site", "offline", code=2).stderr
+    assert "the model's weights incomplete: 1 of 2 files are missing, model.safetensors for one" in incomplete
+    (snapshot / "model.safetensors").touch()
     cluster("submit", "small", "--site", "offline")
 
 

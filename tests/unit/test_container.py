@@ -118,13 +118,15 @@ def test_a_recipe_without_an_image_cannot_run_where_the_engine_needs_a_container
     ("registry.example:5000/a/b:tag", "/images/b_tag.sif"),
     ("a/b@sha256:0123", "/images/b_sha256_0123.sif"),
     ("/mine/my engine.sif", "/mine/my engine.sif"),
+    ("vllm-0.33", "/images/vllm-0.33.sif"),
 ])
 def test_an_image_is_the_file_that_apptainer_makes_of_it_and_it_is_needed(image: str, sif: str) -> None:
     site, recipe = a_site("apptainer"), small_recipe({"image": image})
     assert container.image(site, recipe) == sif
     (need,) = container.image_need(site, recipe)
     assert need.path == sif
-    assert ("docker://" in need.remedy) is not image.endswith(".sif")
+    assert ("docker://" in need.remedy) is (":" in image or "@" in image)
+    assert ("image build" in need.remedy) is (image == "vllm-0.33")
 
 
 def test_podman_itself_says_whether_it_has_the_image() -> None:
@@ -132,6 +134,18 @@ def test_podman_itself_says_whether_it_has_the_image() -> None:
     assert need == Need(what="the engine's image", remedy=need.remedy,
                         command=("podman-hpc", "image", "exists", IMAGE))
     assert f"podman-hpc pull {IMAGE}" in need.remedy
+
+
+def test_an_image_that_is_built_here_has_a_tag_of_ours_with_podman() -> None:
+    (need,) = container.image_need(a_site("podman-hpc"), small_recipe({"image": "vllm-0.33"}))
+    assert need.command[-1] == "localhost/isambard-serve/vllm-0.33"
+    assert need.remedy.startswith("isambard-serve image build vllm-0.33")
+
+
+def test_a_token_is_read_from_its_file_and_the_file_is_seen() -> None:
+    inside = words("podman-hpc", variables={"HF_TOKEN_PATH": "/home/me/token"})
+    assert "--volume=/home/me/token:/home/me/token:ro" in inside
+    assert "--env=HF_TOKEN_PATH" in inside
 
 
 @pytest.mark.parametrize("runtime", ["none", "simulated"])

@@ -106,6 +106,10 @@ def test_a_command_line_in_a_document_can_be_typed(document: str, words: list[st
         name, command, rest = main.resolve_command(context, words[1:])
         assert command
         with command.make_context(name, rest, parent=context) as inner:
+            if isinstance(command, click.Group):
+                name, command, rest = command.resolve_command(inner, rest)
+                assert command
+                inner = command.make_context(name, rest, parent=inner)
             assert not inner.args
 
 

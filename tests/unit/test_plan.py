@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import msgspec
@@ -114,16 +113,12 @@ def test_an_engine_that_may_not_ask_the_hub_needs_the_weights_in_its_cache() -> 
     assert [each.what for each in plan.needs] == ["the engine's image", "the model's weights"]
 
 
-def test_how_to_fetch_the_weights_can_be_typed_and_runs_in_a_job_with_the_engines_own_container() -> None:
-    plan = small_plan(RUNS, {"image": "/mine/my engine.sif"}, isambard())
-    (need,) = weights(plan)
-    command = shlex.split(need.remedy.partition(": ")[2])
-    cache = plan.environment["HF_HOME"]
-    assert command[0] == "srun"
-    assert "--gpus=1" in command
-    assert command[command.index("env"):] == ["env", f"HF_HOME={cache}", "HF_HUB_OFFLINE=0",
-                                              *plan.bench_command[:-3], "hf", "download", "small-model"]
-    assert "/mine/my engine.sif" in command
+def test_what_is_said_of_missing_weights_names_the_command_that_fetches_them_and_the_revision() -> None:
+    (need,) = weights(small_plan(RUNS, {"image": "/mine.sif", "engine": {"args": {"revision": "v2"}}}, isambard()))
+    assert need.remedy.startswith("isambard-serve weights fetch small")
+    assert need.revision == "v2"
+    (need,) = weights(made("tp4", isambard()))
+    assert need.revision == "main"
 
 
 @pytest.mark.parametrize("variables", [

@@ -51,7 +51,7 @@ def test_a_rung_of_the_ladder_has_the_articles_flags_and_variables_and_no_others
     assert flags.argv(rung.engine.args) == words.split()
     assert rung.engine.env == env
     assert rung.engine.extra_args == ()
-    assert (rung.model, rung.image) == ("deepseek-ai/DeepSeek-V4-Flash", "vllm/vllm-openai:v0.33.0")
+    assert (rung.model, rung.image) == ("deepseek-ai/DeepSeek-V4-Flash", "vllm-0.33")
     assert (rung.bench.isl, rung.bench.osl, rung.bench.prompts_per_concurrency) == (1024, 1024, 2)
     assert rung.resources.gpus == 4
 
