@@ -105,6 +105,22 @@ class EngineClient:
         return [Answer(text=choice.text, tokens=choice.token_ids)
                 for choice in sorted(choices, key=lambda choice: choice.index)]
 
+    def start_profile(self, timeout_s: float = 120.0) -> None:
+        """Has the engine's profiler begin to record.
+
+        Raises:
+            EngineUnreachableError: no answer, or the engine was started without a profiler.
+        """
+        self._ask("/start_profile", {}, timeout_s=timeout_s)
+
+    def stop_profile(self, timeout_s: float = 600.0) -> None:
+        """Has the engine's profiler end, and waits until its traces are written: that takes many times the recording.
+
+        Raises:
+            EngineUnreachableError: no answer.
+        """
+        self._ask("/stop_profile", {}, timeout_s=timeout_s)
+
     def simulated_gpus(self, timeout_s: float = 5.0) -> list[GpuSample]:
         """One look at each GPU of a simulated engine.
 

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from isambard_serve import __version__, container, flags, hubcache, inengine, search
+from isambard_serve import __version__, container, flags, hubcache, inengine, profiler, search
 from isambard_serve.container import Need
 from isambard_serve.directives import holder_directives, sweep_directives
 from isambard_serve.errors import UsageError
+from isambard_serve.profiler import Profile
 from isambard_serve.recipe import END_MARGIN_S, Expect, Recipe, ranks, seconds
 from isambard_serve.records import Record
 from isambard_serve.run import point_name
@@ -82,7 +83,8 @@ class Plan(Record, frozen=True):
     """Everything about a run that is known before it is submitted.
 
     ``placement`` ``none``: the engine serves people and nobody measures it; it listens on ``interface``, if named.
-    ``points`` are measured in their order; with a ``search`` there are none yet, and it finds them.
+    ``points`` are measured in their order; with a ``search`` there are none yet, and it finds them; with a
+    ``profile`` nothing is measured.
     ``numa_bind``: the node works out what to bind where, and the engine's processes are audited against it.
     ``container_argv`` stands before the engine's command, and ``inside_argv`` between the two, in its container: what
     makes it load the plugin and say its facts. ``client_command`` and ``bench_command`` are whole, container and all.
@@ -114,6 +116,7 @@ class Plan(Record, frozen=True):
     expect: Expect
     points: tuple[Point, ...]
     search: Space | None
+    profile: Profile | None
     limits: Limits
     node_hours: NodeHours
     serve_directives: dict[str, str | bool]
@@ -195,6 +198,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                          where="runs_dir")
     time_s = seconds(recipe.resources.time, recipe.name)
     load_s = seconds(recipe.resources.load_time, recipe.name)
+    profile = None if for_people else profiler.profile(recipe)
     environment = {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **site.set, **recipe.engine.env}
     engine_in, client_in, command_in = (
         container.words(site, recipe, role=role, run_dir=run_dir, variables=environment)
@@ -216,7 +220,8 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         recipe=recipe.name,
         site=site.name,
         scheduler=site.scheduler,
-        placement="none" if for_people else "inside" if same_node else site.placement,
+        # The profiler is told over HTTP, on the engine's own node.
+        placement="none" if for_people else "inside" if same_node or profile else site.placement,
         interface=site.serve.interface if for_people else None,
         ladder=ladder,
         same_node=same_node,
@@ -233,8 +238,9 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         ranks=ranks(recipe),
         random_weights=recipe.engine.args.get("load-format") == "dummy",
         expect=recipe.expect,
-        points=() if for_people else _points(recipe),
-        search=None if for_people else search.space(recipe, time_s - load_s - END_MARGIN_S),
+        points=() if for_people or profile else _points(recipe),
+        search=None if for_people or profile else search.space(recipe, time_s - load_s - END_MARGIN_S),
+        profile=profile,
         limits=Limits(
             load_s=seconds(recipe.resources.load_limit, recipe.name),
             time_s=time_s,
@@ -266,7 +272,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
         kernels=container.kernels(site, recipe),
         engine_argv=(*command, "serve", recipe.model, "--host", Slot(slot="host") if for_people else "127.0.0.1",
                      "--port", Slot(slot="port"),
-                     *_own_flags(recipe),
+                     *_own_flags(recipe), *profiler.words(profile, f"{run_dir}/profile"),
                      *flags.argv(args), *((Slot(slot="numa_bind", many=True),) if numa_bind else ()),
                      *recipe.engine.extra_args, *simulation),
         client_command=(*client_in, *_client_command(site, run_dir, python)),

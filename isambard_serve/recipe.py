@@ -85,7 +85,8 @@ class Bench(Record, frozen=True):
     concurrency requests and may take ``point_limit`` at most. A point that was measured for less than
     ``min_window`` is not valid. ``args`` adds flags of ``vllm bench serve``. Before the first point two short loads
     with ``warmup`` output tokens a request warm the engine up: prompts of full length, and short ones at the largest
-    concurrency; 0 leaves them out.
+    concurrency; 0 leaves them out. With ``profile_at`` no point is measured: the engine's profiler records
+    ``profile_steps`` steps of steady decode at that concurrency.
     """
 
     isl: Count
@@ -97,6 +98,8 @@ class Bench(Record, frozen=True):
     sweep_limit: str = "2h"
     min_window: str = "60s"
     warmup: Annotated[int, Meta(ge=0)] = 32
+    profile_at: Count | None = None
+    profile_steps: Count = 30
     args: dict[str, Scalar | list[Scalar]] = {}
 
 
@@ -259,6 +262,9 @@ def _check_bench(recipe: Recipe, where: str) -> None:
     if listed != "saturate" and len(set(listed)) != len(listed):
         raise UsageError("names a concurrency twice", where=f"{where}: bench.concurrency",
                          remedy="use bench.repeats to measure a point again")
+    if recipe.bench.profile_at and "profiler-config" in recipe.engine.args:
+        raise UsageError("--profiler-config is set by isambard-serve itself where a profile is taken",
+                         where=f"{where}: engine.args.profiler-config", remedy="take one of the two out")
     length, longest = recipe.bench.isl + recipe.bench.osl, recipe.engine.args.get("max-model-len")
     if isinstance(longest, int) and not isinstance(longest, bool) and length > longest:
         raise UsageError(f"isl + osl is {length} tokens, the engine takes {longest} (max-model-len)",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from isambard_serve import knee, points, slurm
+from isambard_serve import knee, points, recording, slurm
 from isambard_serve.claim import Claim, SupersededError, newest
 from isambard_serve.client import Client
 from isambard_serve.engine import EngineClient
@@ -81,23 +81,29 @@ def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequen
     try:
         with claim.beating(), client:
             run.record(writer, "measuring", job_id=os.environ.get("SLURM_JOB_ID"))
-            found = None
-            if plan.search:
-                found = knee.find(loop, plan.search)
-            else:
-                loop.measure_all()
+            said = _work(loop, EngineClient(endpoint.url, run.key.read_text()))
             claim.check()
-        rows = run.read_rows()
-        if all(row.output_tok_s is None for row in rows):
-            raise ServeError(f"no point left a result; the logs say why: {run.points}/*/bench.log")
     except SupersededError as error:
         run.record(writer, "left", reason=error.what)
     except Exception as error:
         _give_up(run, writer, error)
         raise
     else:
-        counted = f"{len(rows)} points measured, {sum(row.valid for row in rows)} valid"
-        run.record(writer, "finished", reason=f"{found.text}; {counted}" if found else counted)
+        run.record(writer, "finished", reason=said)
+
+
+def _work(loop: points.Loop, engine: EngineClient) -> str:
+    """Does what the plan wants, and says what came of it."""
+    if loop.plan.profile:
+        return recording.take(loop, engine, loop.plan.profile)
+    found = knee.find(loop, loop.plan.search) if loop.plan.search else None
+    if not found:
+        loop.measure_all()
+    rows = loop.run.read_rows()
+    if all(row.output_tok_s is None for row in rows):
+        raise ServeError(f"no point left a result; the logs say why: {loop.run.points}/*/bench.log")
+    counted = f"{len(rows)} points measured, {sum(row.valid for row in rows)} valid"
+    return f"{found.text}; {counted}" if found else counted
 
 
 def _opened(run_dir: str) -> tuple[RunDir, Plan]:

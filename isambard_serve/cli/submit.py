@@ -29,6 +29,8 @@ if TYPE_CHECKING:
               "to measure what binding gains: as --set engine.args.numa-bind=false.")
 @click.option("--same-node", is_flag=True, help="Run all rungs in one job on one node, one after another: one wait in "
               "the queue, and a fairer ratio than that of several nodes.")
+@click.option("--profile-at", metavar="CONCURRENCY", type=click.IntRange(1), help="Measure nothing: record some steps "
+              "of steady decode at this concurrency with the engine's profiler, for `trace`.")
 @click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
               "that are valid already. Instead of RECIPE.")
 @click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
               "serve jobs' scripts (or, with --json, the plans).")
 @options.as_json
 def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
-           placement: str | None, for_people: bool, no_numa_bind: bool, same_node: bool, resume: str | None,
-           max_node_hours: float | None, wait: bool, dry_run: bool, as_json: bool) -> None:
+           placement: str | None, for_people: bool, no_numa_bind: bool, same_node: bool, profile_at: int | None,
+           resume: str | None, max_node_hours: float | None, wait: bool, dry_run: bool, as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
@@ -56,6 +58,8 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     site = options.choose_site(site_name, placement=placement)
     if no_numa_bind:
         assignments = (*assignments, "engine.args.numa-bind=false")
+    if profile_at:
+        assignments = (*assignments, f"bench.profile_at={profile_at}")
     plans, recipes = _planned(names, site, assignments, time_limit, resume, same_node=same_node,
                               for_people=for_people)
     if same_node:
@@ -104,6 +108,9 @@ def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], t
         if not names:
             raise UsageError("name a recipe", remedy="isambard-serve recipes lists them")
         recipes = options.load_recipes(names, assignments, time_limit)
+        if for_people and any(recipe.bench.profile_at for recipe in recipes):
+            raise UsageError("an engine that serves people is not profiled", where="--serve",
+                             remedy="leave --profile-at out, or --serve")
         return options.make_plans(recipes, site, same_node=same_node, for_people=for_people), recipes
     if names or assignments or same_node:
         raise UsageError("a run is resumed with its own recipe, alone", where="--resume",

@@ -20,6 +20,7 @@ from isambard_serve.sim import words
 from isambard_serve.sim.driver import Driver
 from isambard_serve.sim.load import Load
 from isambard_serve.sim.log import Log
+from isambard_serve.sim.profiler import Profiler
 from isambard_serve.sim.settings import VERSION, Settings
 
 GUARDED = ("/v1", "/v2", "/inference", "/cohere", "/sim")
@@ -39,6 +40,8 @@ class SimServer(ThreadingHTTPServer):
         self.settings = settings
         self.log = log
         self.driver = Driver(settings, log, die)
+        gpus = settings.shape.gpus
+        self.profiler = Profiler(settings.profiles, gpus) if settings.profiles else None
         super().__init__((settings.host, settings.port), _Handler)
         self.url = f"http://{settings.host}:{self.server_address[1]}"
 
@@ -220,6 +223,19 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(400, f"This model's maximum context length is {longest} tokens; {length} of input and "
                                      f"{wanted} of output were asked for.")
 
+    def _start_profile(self, _: Any) -> None:
+        self._profiler().start()
+        self._send(b"", "text/plain")
+
+    def _stop_profile(self, _: Any) -> None:
+        self._profiler().stop()
+        self._send(b"", "text/plain")
+
+    def _profiler(self) -> Profiler:
+        if self.server.profiler is None:
+            raise _RefusedError(404, "Not Found")
+        return self.server.profiler
+
     def _sim_point(self, body: Any) -> None:
         """A benchmark begins: answers how it shall run. One whose result is not kept (a warm-up) is no point."""
         settings = self.server.settings
@@ -247,6 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
     }
     POSTS: ClassVar[Mapping[str, Callable[[_Handler, Any], None]]] = {
         "/v1/completions": _completions, "/tokenize": _tokenize, "/sim/point": _sim_point, "/sim/load": _sim_load,
+        "/start_profile": _start_profile, "/stop_profile": _stop_profile,
     }
 
 

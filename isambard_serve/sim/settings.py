@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Settings:
         given: the flags as they were given, for the log.
         guarded: whether the key is demanded everywhere but at ``/health``: a middleware says so.
         environment: the variables that the engine was started with.
+        profiles: the folder that the profiler writes to; None: there is no profiler.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Settings:
     given: Mapping[str, str]
     guarded: bool
     environment: Mapping[str, str]
+    profiles: str | None
 
     @property
     def kv_tokens(self) -> int:
@@ -104,7 +107,16 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
                if not flag.startswith("sim-") and flag != "api-key"},
         guarded=inengine.GUARD in arguments.every("middleware"),
         environment=environment,
+        profiles=_profiles(arguments.text("profiler-config", "{}")),
     )
+
+
+def _profiles(config: str) -> str | None:
+    try:
+        folder: str | None = json.loads(config).get("torch_profiler_dir")
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"is no JSON object: {error}", where="--profiler-config") from None
+    return folder
 
 
 def _shape(arguments: Arguments, name: str, planted: Faults) -> fitted.Shape:

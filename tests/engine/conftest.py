@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from isambard_serve import inengine
+from isambard_serve import inengine, profiler
 from tests.engine import environment
 from tests.engine.serving import Engine, serving
+
+RECORDED_STEPS = 5
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +26,7 @@ def engine(engine_venv: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     inengine.install(folder / "inengine")
     given = inengine.variables(str(folder / "inengine"), str(folder / "facts"), ["SHOWN", "SHOWN_TOKEN"], None)
     shown = {"SHOWN": "yes", "SHOWN_TOKEN": "hidden", "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype":"float8e4m3"}'}
-    with serving(engine_venv, folder, secrets.token_hex(), "--middleware", inengine.GUARD, **given, **shown) as engine:
+    recorder = profiler.words(profiler.Profile(concurrency=4, steps=RECORDED_STEPS), str(folder / "profile"))
+    with serving(engine_venv, folder, secrets.token_hex(), "--middleware", inengine.GUARD, *recorder,
+                 **given, **shown) as engine:
         yield engine

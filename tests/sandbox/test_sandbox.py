@@ -214,3 +214,14 @@ def test_rungs_on_one_node_measure_from_inside_and_one_that_fails_stops_no_other
     assert newcomer.events(second, "inside")[-1]["event"] == "finished"
     refused = newcomer.does("submit", "tp4", "dp4", "--same-node", "--placement", "dependent", check=False)
     assert refused.returncode == 2
+
+
+def test_a_profile_is_taken_instead_of_points_and_its_traces_are_collected(newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", "--profile-at", "256")
+    assert newcomer.waits_for(run_id, "done")["reason"] == "30 steps at concurrency 256 recorded: 4 traces"
+    assert newcomer.asks("collect", run_id)["rows"] == []
+    assert len(list((newcomer.home / "results" / run_id / "profile").glob("rank*.pt.trace.json.gz"))) == 4
+    # A simulated engine has no kernels: that is said, and nothing made up.
+    told = newcomer.does("trace", run_id, check=False)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert f"{run_id}: holds no GPU kernels" in told.stderr

@@ -81,7 +81,9 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    answers: ClassVar[dict[str, str]] = {"/health": "health", "/v1/completions": "status", "/metrics": "status"}
+    answers: ClassVar[dict[str, str]] = {
+        "/health": "health", "/v1/completions": "status", "/metrics": "status", "/start_profile": "status",
+        "/stop_profile": "status"}
 
     def do_GET(self) -> None:
         """Answer ``/health`` and ``/metrics``."""

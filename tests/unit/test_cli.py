@@ -241,6 +241,13 @@ def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
     cluster("submit", "small", "--site", "offline")
 
 
+def test_a_profile_instead_of_points_is_planned(cluster: Cluster) -> None:
+    (plan,) = cluster.json("submit", "small", "--profile-at", "16", "--dry-run")["plans"]
+    assert (plan["points"], plan["profile"], plan["placement"]) == ([], {"concurrency": 16, "steps": 30}, "inside")
+    assert "--profile-at" in cluster("submit", "small", "--profile-at", "0", code=2).stderr
+    assert "not profiled" in cluster("submit", "small", "--profile-at", "1", "--serve", "--dry-run", code=2).stderr
+
+
 def test_a_plan_from_afar_names_the_values_that_are_only_examples(cluster: Cluster) -> None:
     result = cluster("plan", "tp4", "--site", "isambard-ai", "--json")
     assert json.loads(result.stdout)["plans"][0]["site"] == "isambard-ai"

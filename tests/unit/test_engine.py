@@ -129,3 +129,13 @@ def test_a_proxy_for_the_outside_world_is_not_asked(
 
 def test_a_client_names_its_engine() -> None:
     assert EngineClient("http://127.0.0.1:1", "k").url == "http://127.0.0.1:1"
+
+
+def test_the_profiler_is_told_over_http_and_its_absence_is_an_error(served: Callable[..., FakeEngine]) -> None:
+    engine = served()
+    engine.client("secret").start_profile()
+    engine.client("secret").stop_profile()
+    assert engine.asked == [("/start_profile", "Bearer secret", {}), ("/stop_profile", "Bearer secret", {})]
+    for tell in ("start_profile", "stop_profile"):
+        with pytest.raises(EngineUnreachableError, match=f"/{tell}: HTTP Error 404"):
+            getattr(served(status=404).client(), tell)()

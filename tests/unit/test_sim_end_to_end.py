@@ -27,6 +27,7 @@ from isambard_serve.sim import settings
 from isambard_serve.sim.client import bench
 from isambard_serve.sim.log import BANNER, Log
 from isambard_serve.sim.server import SimServer
+from isambard_serve.trace import read as trace
 from isambard_serve.validity import judge
 from tests.support.waiting import wait_until
 from tests.unit.helpers import SAMPLES
@@ -403,3 +404,18 @@ def test_the_command_line_says_how_it_is_used(words: list[str], code: int, capsy
     assert main(words) == code
     captured = capsys.readouterr()
     assert "die-in-point" in captured.out + captured.err or words == ["serve"]
+
+
+def test_the_profiler_answers_where_there_is_one_and_leaves_a_trace_for_each_gpu(
+        sim: Callable[..., Sim], tmp_path: Path) -> None:
+    plain = sim()
+    assert [plain.ask(path, {})[0] for path in ("/start_profile", "/stop_profile")] == [404, 404]
+    folder = tmp_path / "profile"
+    served = sim("--data-parallel-size", "2", "--profiler-config",
+                 json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder)}))
+    served.engine.stop_profile()
+    assert not folder.exists()  # nothing was recorded
+    served.engine.start_profile()
+    served.engine.stop_profile()
+    read = [trace.read(path) for path in sorted(folder.glob("*.pt.trace.json.gz"))]
+    assert [(recording.rank, recording.gpus) for recording in read] == [(0, {}), (1, {})]

@@ -214,3 +214,10 @@ def test_a_result_without_a_good_request_is_all_zeros_as_vllm_has_it() -> None:
     assert document.keys() - {"simulated", "time_scale"} == real.keys() - asked_only
     assert all(document[key] == 0 for key in real if key.endswith("_ms"))
     assert math.isclose(document["duration"], 0.01)
+
+
+@pytest.mark.parametrize("config", ["torch", "[1]", "3"])
+def test_a_profiler_config_that_is_no_object_is_refused(config: str) -> None:
+    with pytest.raises(UsageError, match="--profiler-config: is no JSON object"):
+        parsed("model", "--profiler-config", config)
+    assert parsed("model", "--profiler-config", "{}").profiles is None
