@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from isambard_serve import farside
 from isambard_serve.errors import ServeError
 from isambard_serve.records import Record
 from isambard_serve.run import RunDir
 
 _BLOCK = 1 << 20
-_SECRET = {"api.key"}
 
 
 class Copied(Record, frozen=True):
@@ -25,27 +24,26 @@ class Copied(Record, frozen=True):
     unchanged: int
 
 
-def files(root: Path) -> Iterator[Path]:
+def files(root: Path, exclude: Sequence[str] = ()) -> Iterator[Path]:
     """The run's regular files, as paths relative to ``root``, in order. Links, keys and half-written files stay."""
-    for folder, folders, names in os.walk(root, followlinks=False):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(folder) / name
-            if name not in _SECRET and not name.endswith(".tmp") and path.is_file() and not path.is_symlink():
-                yield path.relative_to(root)
+    for path, _ in farside.walk(str(root), exclude):
+        yield Path(path)
 
 
-def collect(run: RunDir, destination: Path) -> Copied:
+def collect(run: RunDir, destination: Path, exclude: Sequence[str] = ()) -> Copied:
     """Copies the run's files below ``destination``, each by a temporary name and a rename.
 
     A file that is there already with the same size and SHA-256 is left alone. Of a file that still grows the
     bytes that it had when its turn came are taken.
 
+    Args:
+        exclude: patterns of relative paths that stay, as ``fnmatch`` has them; ``*`` matches slashes too.
+
     Raises:
         ServeError: a file shrank while it was copied, or could not be written.
     """
     count = size = unchanged = 0
-    for relative in files(run.path):
+    for relative in files(run.path, exclude):
         source, target = run.path / relative, destination / relative
         with contextlib.suppress(FileNotFoundError):
             length = source.stat().st_size

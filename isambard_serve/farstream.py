@@ -140,7 +140,11 @@ class FarSide:
         program = Path(farside.__file__).read_bytes()
         self._stream = host.start([*python, "-c", _LOAD.format(len(program))])
         self._inlet = Inlet(self._stream.stdout)
-        self._say(program)
+        try:
+            self._say(program)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends it. Any thread may do so: what waits for its answer gets a ConnectionLostError."""

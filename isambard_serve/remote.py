@@ -52,7 +52,7 @@ def ask(there: Host, words: Sequence[str], needed: str, timeout_s: float = 180) 
         HostError: this version is not there, or the connection was lost.
         RemoteError: it failed.
     """
-    done = there.run(argv([*words, "--json"], needed), timeout_s=timeout_s)
+    done = there.run(argv([words[0], "--json", *words[1:]], needed), timeout_s=timeout_s)
     _check_present(done.returncode, there, needed)
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().removeprefix("error: ")

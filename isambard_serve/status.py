@@ -92,6 +92,12 @@ def _endpoint(run: RunDir) -> Endpoint | None:
     return None
 
 
+def has_ended(run: RunDir) -> bool:
+    """Whether the run's own files say that it has ended. Nobody is asked: they may lie far from where it runs."""
+    now, _ = state.fold(run.read_events(), run.read_jobs(), {}, None)
+    return now in ENDS
+
+
 def _binding(run: RunDir) -> str | None:
     with contextlib.suppress(FileNotFoundError, ServeError):
         return read_record(run.binding, Audit).summary

@@ -20,6 +20,7 @@ from isambard_serve.cli import (
     status,
     submit,
     trace,
+    tunnel,
     weights,
 )
 from isambard_serve.errors import ServeError
@@ -65,5 +66,5 @@ def main() -> None:
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
                  submit.cancel, status.status, status.logs, collect.collect, compare.compare, probe.probe, trace.trace,
                  image.image, weights.weights, doctor.doctor, shell.shell, shell.attach, completion.completion,
-                 deploy.deploy):
+                 deploy.deploy, tunnel.tunnel):
     main.add_command(_command)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from isambard_serve.cli import options
+from isambard_serve.cli import elsewhere, options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isambard_serve.records import Row, Run
+    from isambard_serve.sources import Source
+    from isambard_serve.transfer import Fetch
 
 
 @click.command()
@@ -18,46 +23,43 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", metavar="DIR", default="results", show_default=True,
               help="The folder in which each run gets a folder of its own, named by its run id.")
 @click.option("--ladder", "whole_ladder", is_flag=True, help="Bring all rungs that were submitted together.")
+@click.option("--exclude", metavar="PATTERN", multiple=True,
+              help="Leave out files whose path in the run's directory matches, such as 'profile/*'. May be given "
+                   "several times.")
+@click.option("-f", "--follow", is_flag=True, help="Go on bringing what is new until the run has ended.")
 @click.option("--require-valid", is_flag=True, help="Exit with 1 unless every run is done and every row valid.")
+@click.option("--host", metavar="ALIAS", help=f"Collect from this login node, {elsewhere.HOST}")
+@click.option("--deploy", is_flag=True, help=elsewhere.DEPLOY)
 @options.as_json
-def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_ladder: bool, require_valid: bool,
-            as_json: bool) -> None:
+def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_ladder: bool, exclude: tuple[str, ...],
+            follow: bool, require_valid: bool, host: str | None, deploy: bool, as_json: bool) -> None:
     """Bring a run's evidence here and show its table, while it runs or after.
 
-    Every file of the run is copied (but for keys); what is here already is left alone. results.csv and
-    results.json hold the rows, medians.csv what repeats come to. Several runs are shown in one table, compared with
-    the first, each with its verdict in words.
+    Every file of the run is copied (but for keys); what is here already is left alone. With --host it comes over
+    SSH, and a lost connection is made again: what has come stays. results.csv and results.json hold the rows,
+    medians.csv what repeats come to. Several runs are shown in one table, compared with the first, each with its
+    verdict in words.
     """
-    from pathlib import Path
-
     import msgspec
 
-    from isambard_serve import collect as collecting
+    from isambard_serve import deploy as deployment
     from isambard_serve import knee, table, verdict
-    from isambard_serve import status as statuses
-    from isambard_serve.errors import ServeError, UsageError
+    from isambard_serve.errors import ServeError
     from isambard_serve.run import RunDir, write_whole
 
-    site = options.choose_site(site_name)
-    runs = options.open_runs(site)
-    slurm = options.open_slurm(site)
-    found: list[Run] = []
-    groups: list[list[Row]] = []
-    named = [rung for name in names for rung in (runs.ladder(name) if whole_ladder else [runs.find(name)])]
-    for directory in {each.path: each for each in named}.values():
-        if Path(output).resolve().is_relative_to(directory.path.resolve()):
-            raise UsageError("results cannot be collected into the run that they are of", where=output,
-                             remedy="name another folder: -o DIR")
-        # The state first: what it says has then been copied too.
-        run = statuses.read(directory, slurm)
-        copied = collecting.collect(directory, Path(output) / run.run_id)
-        options.say(f"{run.run_id}: {copied.files} files, {copied.bytes:,} bytes; {copied.unchanged} were here already")
-        found.append(run)
-        groups.append(RunDir(Path(output) / run.run_id).read_rows())
+    def bring(source: Source) -> list[Run]:
+        return [_brought(source, run, Path(output) / run.run_id, follow)
+                for run in source.find(names, whole_ladder=whole_ladder)]
+
+    alias, named = elsewhere.chosen(host, site_name)
+    if alias and deploy:
+        deployment.deploy(alias, say=options.say)
+    found = _over_ssh(alias, named, exclude, bring) if alias else _here(site_name, exclude, bring)
+    brought = [RunDir(Path(output) / run.run_id) for run in found]
+    groups = [each.read_rows() for each in brought]
     compared = table.compared(groups)
-    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(RunDir(Path(output) / run.run_id)),
-                                                             groups[0] if at else None))
-             for at, (run, own) in enumerate(zip(found, groups, strict=True))]
+    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(each), groups[0] if at else None))
+             for at, (run, each, own) in enumerate(zip(found, brought, groups, strict=True))]
     for run, own in zip(found, compared, strict=True):
         here = Path(output) / run.run_id
         write_whole(here / "results.json", _document([run], own), mode=0o644)
@@ -68,6 +70,36 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     click.echo(_document(found, rows) if as_json else table.text(found, rows))
     if require_valid and not (rows and all(row.valid for row in rows) and all(run.state == "done" for run in found)):
         raise ServeError("a run is not done, or a row is not valid", where="--require-valid")
+
+
+def _here(site_name: str | None, exclude: tuple[str, ...], bring: Callable[[Source], list[Run]]) -> list[Run]:
+    from isambard_serve.sources import ThisMachine
+
+    site = options.choose_site(site_name)
+    return bring(ThisMachine(options.open_runs(site), options.open_slurm(site), exclude))
+
+
+def _over_ssh(alias: str, site_name: str | None, exclude: tuple[str, ...], bring: Callable[[Source], list[Run]]
+              ) -> list[Run]:
+    from isambard_serve import host
+    from isambard_serve.cli import progress
+    from isambard_serve.sources import OverSsh
+
+    fetches: dict[str, Fetch] = {}
+    with progress.bar() as bar:
+        return host.persistently(alias, lambda there: bring(OverSsh(
+            there, fetches, site=site_name, exclude=exclude, progress=bar)), bulk=True)
+
+
+def _brought(source: Source, run: Run, here: Path, follow: bool) -> Run:
+    """The run, once its files are here."""
+    from isambard_serve import sources, table
+
+    if follow:
+        run = sources.follow(source, run, here, lambda now: options.say(f"{now.run_id}: {table.progress(now)}"))
+    copied = source.bring(run, here)
+    options.say(f"{run.run_id}: {copied.files} files, {copied.bytes:,} bytes; {copied.unchanged} were here already")
+    return run
 
 
 def _document(runs: list[Run], rows: list[Row]) -> bytes:

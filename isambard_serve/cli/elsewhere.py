@@ -13,6 +13,9 @@ from click.core import ParameterSource
 
 from isambard_serve.cli import options
 
+HOST = "as ssh knows it. Otherwise $ISAMBARD_SERVE_HOST, or your settings; unless they name one, on this machine."
+DEPLOY = "With --host: put this version there first, if it is not there."
+
 Again = Callable[[list[str], int], list[str]]
 """What to ask for after a lost connection, of the words and the bytes of output that have come."""
 
@@ -27,7 +30,7 @@ def chosen(flag: str | None, site_name: str | None) -> tuple[str | None, str | N
     from isambard_serve.errors import UsageError
 
     settings = config.load()
-    named = site_name or os.environ.get("ISAMBARD_SERVE_SITE") or settings.site
+    named = named_site(site_name)
     host = flag or os.environ.get("ISAMBARD_SERVE_HOST") or settings.host
     if host and not flag:
         try:
@@ -37,6 +40,13 @@ def chosen(flag: str | None, site_name: str | None) -> tuple[str | None, str | N
         if here.scheduler == "local" or not named:
             return None, named
     return host, named
+
+
+def named_site(flag: str | None) -> str | None:
+    """The site that is named here, which the host will be told of."""
+    from isambard_serve import config
+
+    return flag or os.environ.get("ISAMBARD_SERVE_SITE") or config.load().site
 
 
 def needed(flag: str | None) -> str:
@@ -91,12 +101,8 @@ class Relayed(click.Command):
         super().__init__(*arguments, **keywords)
         self._again = again
         self._only_by_flag = only_by_flag
-        self.params += [
-            click.Option(["--host"], metavar="ALIAS", help="Do it on this login node, as ssh knows it. Otherwise "
-                         "$ISAMBARD_SERVE_HOST, or your settings; unless they name one, on this machine."),
-            click.Option(["--deploy"], is_flag=True, help="With --host: put this version there first, if it is not "
-                         "there."),
-        ]
+        self.params += [click.Option(["--host"], metavar="ALIAS", help=f"Do it on this login node, {HOST}"),
+                        click.Option(["--deploy"], is_flag=True, help=DEPLOY)]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command, here or there."""

@@ -10,8 +10,9 @@ from isambard_serve.cli import elsewhere, options
 @click.command(cls=elsewhere.Relayed, again=elsewhere.unless_begun)
 @click.argument("name", metavar="[JOBID]", required=False)
 @options.site
+@click.option("--ladder", "whole_ladder", is_flag=True, help="All rungs that were submitted together with this one.")
 @options.as_json
-def status(name: str | None, site_name: str | None, as_json: bool) -> None:
+def status(name: str | None, site_name: str | None, whole_ladder: bool, as_json: bool) -> None:
     """Say what a run is doing, or list your newest runs.
 
     Read from the run's own files; Slurm is asked no oftener than the site allows.
@@ -25,7 +26,8 @@ def status(name: str | None, site_name: str | None, as_json: bool) -> None:
     site = options.choose_site(site_name)
     runs = options.open_runs(site)
     slurm = options.open_slurm(site)
-    directories = [runs.find(name)] if name else runs.newest(10)
+    named = runs.ladder if whole_ladder else lambda name: [runs.find(name)]
+    directories = named(name) if name else runs.newest(10)
     found = []
     for directory in directories:
         try:
@@ -35,7 +37,7 @@ def status(name: str | None, site_name: str | None, as_json: bool) -> None:
                 raise
             options.say(f"warning: left out: {error}")
     older = 0 if name else runs.count() - len(directories)
-    rows = directories[0].read_rows() if name else []
+    rows = [row for directory in directories for row in directory.read_rows()] if name else []
     if as_json:
         click.echo(records.document("status", runs=[msgspec.to_builtins(run) for run in found],
                                     rows=[msgspec.to_builtins(row) for row in rows]))

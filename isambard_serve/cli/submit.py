@@ -66,33 +66,44 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
         ladder.check(plans, placement)
     _check_cost(plans, max_node_hours)
     if dry_run:
-        for plan in plans:
-            launch.check_needs(plan.needs)
-        together = [ladder.script(plans)] if same_node and site.scheduler == "slurm" else []
-        scripts = [*together, *(launch.scripts(plan)["serve.sbatch"] for plan in plans)]
-        click.echo(options.plan_document(plans, options.forecasts(recipes, site)) if as_json else
-                   "\n".join(scripts), nl=as_json)
+        _show(plans, recipes, site, as_json=as_json)
         return
     slurm = options.open_slurm(site)
     directories = launch.submit(list(zip(plans, recipes, strict=True)), slurm)
     if not as_json:
-        for plan, directory in zip(plans, directories, strict=True):
-            jobs = ", ".join(f"{role} job {job_id}" for role, job_id in directory.job_ids().items())
-            cost = "simulated" if plan.simulated else f"at most {plan.cost:g} node-hours"
-            click.echo(f"{plan.run_id}: {jobs}, {cost}")
-        if not wait:
-            options.say(f"  → isambard-serve status {plans[0].run_id}")
+        _say_what_was_sent(plans, directories)
     if wait:
         elsewhere.end_with_caller()
     runs = [statuses.wait(directory, slurm, lambda run: options.say(f"{run.recipe}: {table.progress(run)}"),
                           until=("ready",) if for_people else ())
             if wait else statuses.read(directory) for directory in directories]
+    if not wait and not as_json:
+        options.say(f"  → isambard-serve status {plans[0].run_id}")
     if as_json:
         click.echo(records.document("submit", runs=[msgspec.to_builtins(run) for run in runs]))
     elif wait and for_people:
         click.echo(table.text(runs, []))
     if wait:
         _check_outcome(runs, directories, "ready" if for_people else "done")
+
+
+def _show(plans: list[Plan], recipes: list[Recipe], site: Site, *, as_json: bool) -> None:
+    """What a submission would send: the scripts of the jobs that hold GPUs, or the plans."""
+    from isambard_serve import ladder, launch
+
+    for plan in plans:
+        launch.check_needs(plan.needs)
+    together = [ladder.script(plans)] if plans[0].same_node and site.scheduler == "slurm" else []
+    scripts = [*together, *(launch.scripts(plan)["serve.sbatch"] for plan in plans)]
+    click.echo(options.plan_document(plans, options.forecasts(recipes, site)) if as_json else "\n".join(scripts),
+               nl=as_json)
+
+
+def _say_what_was_sent(plans: list[Plan], directories: list[RunDir]) -> None:
+    for plan, directory in zip(plans, directories, strict=True):
+        jobs = ", ".join(f"{role} job {job_id}" for role, job_id in directory.job_ids().items())
+        cost = "simulated" if plan.simulated else f"at most {plan.cost:g} node-hours"
+        click.echo(f"{plan.run_id}: {jobs}, {cost}")
 
 
 def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], time_limit: str | None,

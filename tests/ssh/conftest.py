@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from isambard_serve import remote
 from tests.ssh.world import Laptop, World
+from tests.support import coverage, installation
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,21 @@ def laptop(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.delenv(name, raising=False)
     with world.laptop.entered():
         yield unpacked
+
+
+@pytest.fixture(scope="session")
+def installed(world: World) -> Iterator[World]:
+    """A login node with this version on it. Its login shell is not a quiet one."""
+    folder = world.folder / "installed"
+    installation.install(folder)
+    versions = world.home / remote.VERSIONS
+    versions.mkdir(parents=True)
+    (versions / remote.version()).symlink_to(folder)
+    subprocess.run(["chown", "-R", "--no-dereference", f"--reference={world.home}", world.home], check=True)
+    coverage.prepare(world.folder) if coverage.measured() else None
+    settings = "".join(f"export {name}={value}\n" for name, value in coverage.environment(world.folder).items())
+    (world.home / ".bash_profile").write_text(f"echo Welcome; echo '{{}}'; echo be careful >&2\n{settings}")
+    yield world
+    coverage.gather(world.folder) if coverage.measured() else None
+    for name in (".bash_profile", ".local"):
+        shutil.move(world.home / name, world.folder / f"{name}-of-remote")

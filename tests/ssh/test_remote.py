@@ -4,63 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from isambard_serve import remote
+from tests.ssh.commands import SERVE, asks, does, waits
 from tests.ssh.world import ALIAS, Laptop, World
-from tests.support import coverage, installation
 from tests.support.waiting import wait_until
 
-SERVE = (sys.executable, "-m", "isambard_serve")
 QUICK = ("--set", "bench.concurrency=[64]")
-
-
-@pytest.fixture(scope="session")
-def installed(world: World) -> Iterator[World]:
-    """A login node with this version on it. Its login shell is not a quiet one."""
-    folder = world.folder / "installed"
-    installation.install(folder)
-    versions = world.home / remote.VERSIONS
-    versions.mkdir(parents=True)
-    (versions / remote.version()).symlink_to(folder)
-    subprocess.run(["chown", "-R", "--no-dereference", f"--reference={world.home}", world.home], check=True)
-    coverage.prepare(world.folder) if coverage.measured() else None
-    settings = "".join(f"export {name}={value}\n" for name, value in coverage.environment(world.folder).items())
-    (world.home / ".bash_profile").write_text(f"echo Welcome; echo '{{}}'; echo be careful >&2\n{settings}")
-    yield world
-    coverage.gather(world.folder) if coverage.measured() else None
-    for name in (".bash_profile", ".local"):
-        shutil.move(world.home / name, world.folder / f"{name}-of-remote")
-
-
-def does(laptop: Laptop, *words: str, check: bool = True, **keywords: Any) -> subprocess.CompletedProcess[str]:
-    """Run ``isambard-serve WORDS`` on the laptop, for the sandbox of the login node."""
-    command, *rest = words
-    return laptop.run([*SERVE, command, "--host", ALIAS, "--site", "sandbox", *rest], check=check, **keywords)
-
-
-def asks(laptop: Laptop, *words: str) -> Any:
-    """What it prints as JSON: all of its stdout is that."""
-    return json.loads(does(laptop, *words, "--json").stdout)
-
-
-def waits(laptop: Laptop, run_id: str, *states: str) -> dict[str, Any]:
-    def reached() -> dict[str, Any] | None:
-        run: dict[str, Any] = asks(laptop, "status", run_id)["runs"][0]
-        return run if run["state"] in states else None
-
-    run = wait_until(reached, 90, f"{run_id} to be {states}")
-    assert run is not None
-    return run
 
 
 def runs_there(world: World) -> Path:
