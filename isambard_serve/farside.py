@@ -45,9 +45,9 @@ DIGEST = 32
 SENT, GONE, UNREADABLE = range(3)
 
 BLOCK = 1 << 20
-"""A block is given on once it has so many bytes; it is never as long as twice that."""
+"""The most bytes that a block can have."""
+BUFFERS = 4
 READ = 1 << 18
-QUEUED = 4
 
 SECRETS = frozenset(["api.key"])
 """Names of files that never leave the cluster."""
@@ -101,6 +101,8 @@ def _unless_gone(root: str) -> Callable[[OSError], None]:
 class Outlet:
     """The blocks on ``sink``. A thread compresses and writes one while the next is read and hashed.
 
+    Blocks lie in a few buffers that are used again and again: new memory for each would cost as much as hashing it.
+
     Args:
         lost: called by that thread when nobody reads any more.
     """
@@ -109,38 +111,60 @@ class Outlet:
         self._sink = sink
         self._lost = lost
         self._squeeze = Squeeze()
-        self._held = bytearray()
-        self._blocks: queue.Queue[Optional[bytearray]] = queue.Queue(QUEUED)
+        self._free: queue.Queue[memoryview] = queue.Queue()
+        self._full: queue.Queue[Optional[Tuple[memoryview, int]]] = queue.Queue()
+        for _ in range(BUFFERS):
+            self._free.put(memoryview(bytearray(BLOCK)))
+        self._block = self._free.get()
+        self._used = 0
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
 
     def put(self, data: bytes) -> None:
-        """Adds ``data`` (at most ``READ`` bytes) to the stream."""
-        self._held += data
-        if len(self._held) >= BLOCK:
-            self.flush()
+        """Adds ``data``, which is much shorter than a block, to the stream."""
+        self._need(len(data))
+        self._block[self._used:self._used + len(data)] = data
+        self._used += len(data)
+
+    def put_piece(self, file: BinaryIO, most: int) -> memoryview:
+        """Adds the next bytes of ``file`` as a piece, ``most`` at most, and returns them; none at its end.
+
+        They stay as they are until the next call.
+        """
+        self._need(PIECE.size + 1)
+        start = self._used + PIECE.size
+        count = file.readinto(self._block[start:start + most])  # type: ignore[attr-defined]
+        if count:
+            PIECE.pack_into(self._block, self._used, count)
+            self._used = start + count
+        return self._block[start:start + count]
 
     def flush(self) -> None:
         """Gives on what has been added so far."""
-        if self._held:
-            self._blocks.put(self._held)
-            self._held = bytearray()
+        if self._used:
+            self._full.put((self._block, self._used))
+            self._block, self._used = self._free.get(), 0
 
     def close(self) -> None:
         """Returns once all is written."""
         self.flush()
-        self._blocks.put(None)
+        self._full.put(None)
         self._writer.join()
+
+    def _need(self, count: int) -> None:
+        if self._used + count > BLOCK:
+            self.flush()
 
     def _write(self) -> None:
         try:
-            for block in iter(self._blocks.get, None):
-                packed = self._squeeze(block)
+            for block, used in iter(self._full.get, None):
+                packed = self._squeeze(block[:used])
                 began = time.perf_counter()
-                self._sink.write(LENGTHS.pack(len(block), len(packed)))
+                self._sink.write(LENGTHS.pack(used, len(packed)))
                 self._sink.write(packed)
                 self._sink.flush()
                 self._squeeze.note_link(len(packed), time.perf_counter() - began)
+                self._free.put(block)
         except OSError:
             self._lost()
 
@@ -157,7 +181,7 @@ class Squeeze:
         self._link_s = SLOW_S
         self._untried = 0
 
-    def __call__(self, block: bytearray) -> "Union[bytes, bytearray]":
+    def __call__(self, block: memoryview) -> "Union[bytes, memoryview]":
         """``block``, compressed if that pays."""
         if self._untried:
             self._untried -= 1
@@ -235,12 +259,10 @@ def send_file(out: Outlet, descriptor: int, listed: Tuple[int, int, int], start:
         out.put(FILE.pack(SENT, start, size, mtime_ns))
         left = size - start
         while left:
-            piece = file.read(min(left, READ))
+            piece = out.put_piece(file, left)
             if not piece:  # it has shrunk under our hands; the other side sees that bytes are missing
                 break
             total.update(piece)
-            out.put(PIECE.pack(len(piece)))
-            out.put(piece)
             left -= len(piece)
         out.put(PIECE.pack(0) + total.digest())
 

@@ -23,7 +23,6 @@ from isambard_serve.listing import Listed
 if TYPE_CHECKING:
     from isambard_serve.host import Host
 
-MAX_BLOCK = 2 * farside.BLOCK
 QUEUED = 8
 PYTHON = ("python3", "-I", "-S")
 
@@ -97,7 +96,7 @@ class Inlet:
 
     def _next(self) -> memoryview:
         length, packed_length = farside.LENGTHS.unpack(self._exactly(farside.LENGTHS.size))
-        if not 0 < packed_length <= length <= MAX_BLOCK:
+        if not 0 < packed_length <= length <= farside.BLOCK:
             raise malformed(f"a block of {length} bytes in {packed_length}")
         packed = self._exactly(packed_length)
         return memoryview(_unpacked(packed, length) if packed_length < length else packed)

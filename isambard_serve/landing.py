@@ -7,8 +7,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from isambard_serve import farside
 from isambard_serve.errors import ServeError
@@ -75,11 +75,10 @@ class Landing:
 
                 def keep(piece: memoryview | bytes) -> None:
                     total.update(piece)
-                    file.write(piece)
+                    _write(file, piece)
                     count(len(piece))
 
                 self._rest(take, size - start, keep, total.hexdigest)
-                file.flush()
                 os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
             os.replace(self._part, self._target)
         except OSError as error:
@@ -94,7 +93,7 @@ class Landing:
               ) -> None:
         """Gives the ``left`` bytes that are to come to ``keep``, and checks that all came and what they make up."""
         while length := farside.PIECE.unpack(take(farside.PIECE.size))[0]:
-            if length > min(left, farside.READ):
+            if length > min(left, farside.BLOCK):
                 raise malformed(f"a piece of {length} bytes where {left} were to come")
             keep(take(length))
             left -= length
@@ -107,12 +106,12 @@ class Landing:
 
     def _digest_of(self, size: int) -> str:
         try:
-            with open(self._begun, "rb") as file:
+            with open(self._begun, "rb", buffering=0) as file:
                 return _digest(file, size).hexdigest()
         except OSError as error:
             raise self._unusable("read", error) from error
 
-    def _open(self, start: int) -> BinaryIO:
+    def _open(self, start: int) -> RawIOBase:
         """The part, cut to the ``start`` bytes that are here."""
         if start and self._begun == self._target:
             shutil.copyfile(self._target, self._part)
@@ -124,13 +123,19 @@ class Landing:
             descriptor = os.open(self._part, flags, self._mode)
         if start:
             os.truncate(descriptor, start)
-        return open(descriptor, "r+b")
+        return open(descriptor, "r+b", buffering=0)
 
     def _unusable(self, what: str, error: OSError) -> ServeError:
         return ServeError(f"cannot be {what}: {error.strerror}", where=self._target)
 
 
-def _digest(file: BinaryIO, size: int) -> hashlib._Hash:
+def _write(file: RawIOBase, data: memoryview | bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left):]
+
+
+def _digest(file: RawIOBase, size: int) -> hashlib._Hash:
     """The SHA-256 of the next ``size`` bytes of ``file``."""
     total = hashlib.sha256()
     while size and (piece := file.read(min(size, _READ))):

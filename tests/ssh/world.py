@@ -131,12 +131,12 @@ class World:
                 os.kill(pid, signal.SIGKILL)
 
     @contextmanager
-    def slow(self, delay_s: float, mbit_s: float) -> Iterator[int]:
-        """A long way between laptop and jump host: the port of the jump host that it leads to.
+    def slow(self, delay_s: float, mbit_s: float, to: int = 22) -> Iterator[int]:
+        """A long way between laptop and jump host: the port of the jump host that leads to its port ``to``.
 
         Each byte takes ``delay_s`` in each direction, and no more than ``mbit_s`` go either way.
         """
-        relay = [sys.executable, "-m", "tests.ssh.relay", f"{JUMP}:{RELAY_PORT}", "127.0.0.1:22", str(delay_s)]
+        relay = [sys.executable, "-m", "tests.ssh.relay", f"{JUMP}:{RELAY_PORT}", f"127.0.0.1:{to}", str(delay_s)]
         ends = ((self.laptop, "to-jump"), (self.jump, "to-laptop"))
         with subprocess.Popen(self.jump.command(relay), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=ROOT,
                               start_new_session=True) as process, ExitStack() as down:

@@ -53,7 +53,7 @@ def blocks(stream: bytes) -> Iterator[bytes]:
         length, packed = LENGTHS.unpack(header)
         block = source.read(packed)
         block = zlib.decompress(block) if packed < length else block
-        assert len(block) == length < 2 * farside.BLOCK
+        assert len(block) == length <= farside.BLOCK
         yield block
 
 
@@ -65,7 +65,7 @@ def sent(stream: bytes) -> Iterator[Sent]:
         data = b""
         if state == farside.SENT:
             while length := PIECE.unpack(source.read(PIECE.size))[0]:
-                assert length <= farside.READ
+                assert length <= farside.BLOCK
                 data += source.read(length)
             digest = source.read(farside.DIGEST)
             assert start or digest == hashlib.sha256(data).digest()
@@ -305,7 +305,7 @@ class Link:
         """Sends a block again and again; the bytes that it took each time."""
         took = []
         for _ in range(times):
-            packed = self.squeeze(bytearray(block))
+            packed = self.squeeze(memoryview(block))
             assert packed == block or zlib.decompress(packed) == block
             took.append(len(packed))
             self.squeeze.note_link(len(packed), len(packed) * self._link_s)

@@ -101,13 +101,13 @@ def test_a_listing_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("stream", [
     LENGTHS.pack(2**32 - 1, 2**32 - 1),
-    LENGTHS.pack(farstream.MAX_BLOCK + 1, 10),
+    LENGTHS.pack(farside.BLOCK + 1, 10),
     LENGTHS.pack(10, 11) + bytes(11),
     LENGTHS.pack(0, 0),
     LENGTHS.pack(10, 5) + b"hello",
     LENGTHS.pack(10, 5) + zlib.compress(b"")[:5],
-    block(bytes(farstream.MAX_BLOCK * 4), packed=True).replace(struct.pack(">I", farstream.MAX_BLOCK * 4),
-                                                              struct.pack(">I", farstream.MAX_BLOCK), 1),
+    block(bytes(farside.BLOCK * 4), packed=True).replace(struct.pack(">I", farside.BLOCK * 4),
+                                                              struct.pack(">I", farside.BLOCK), 1),
     LENGTHS.pack(2000, len(zlib.compress(bytes(1000)))) + zlib.compress(bytes(1000)),
 ])
 def test_a_block_that_is_too_long_or_not_what_it_says_is_refused(stream: bytes) -> None:
