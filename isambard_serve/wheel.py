@@ -23,7 +23,7 @@ REQUIREMENTS = "isambard_serve/requirements/package.txt"
 
 _INFO = f"isambard_serve-{__version__}.dist-info"
 _WHEEL = "Wheel-Version: 1.0\nGenerator: isambard-serve\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-_BESIDE = ("jobs", "templates", "requirements")
+_BESIDE = ("images", "jobs", "templates", "requirements")
 """Folders that lie inside the package in a wheel, and beside it in a checkout."""
 
 

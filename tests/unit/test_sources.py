@@ -109,7 +109,7 @@ def test_a_run_on_a_host_is_collected_as_one_of_this_machine_is(runs_dir: Path, 
 
     assert files("far") == files("near")
     assert "api.key" not in files("far")
-    assert there.asked == [("status", "latest", "--site", "there", "--json")]  # the site of the user's settings
+    assert there.asked == [("status", "--json", "latest", "--site", "there")]  # the site of the user's settings
 
 
 def test_a_whole_ladder_is_asked_for_at_the_site_that_is_named_there(runs_dir: Path, there: LoginNode,
@@ -118,7 +118,7 @@ def test_a_whole_ladder_is_asked_for_at_the_site_that_is_named_there(runs_dir: P
         run = written_run(plan)
         run.record("serve", "done")
     result = does("latest", "--ladder", "--host", ALIAS, "--site", "there", "--exclude", "plan*")
-    assert there.asked == [("status", "latest", "--ladder", "--site", "there", "--json")]
+    assert there.asked == [("status", "--json", "latest", "--ladder", "--site", "there")]
     folders = sorted((isolated / "results").iterdir())
     assert [folder.name for folder in folders] == [plan.run_id for plan in ladder_plans(runs_dir)]
     assert result.stdout.count("done, ") == 3
@@ -202,7 +202,7 @@ def test_a_run_is_followed_until_its_own_files_say_that_it_has_ended(runs_dir: P
     assert found.state == "done"
     assert told == [found]
     assert (here / "engine" / "engine.log").read_bytes() == run.engine_log.read_bytes()
-    assert node.asked == [("status", RUN_ID, "--json")] * far
+    assert node.asked == [("status", "--json", RUN_ID)] * far
 
 
 def test_a_run_that_falls_silent_is_asked_for_at_the_site(runs_dir: Path, isolated: Path,
