@@ -37,7 +37,7 @@ def waits_s(engine: Engine, plan: Plan, *, stays: bool) -> list[float]:
                 env=environment(run.path) | {"OPENAI_API_KEY": engine.key}, metrics=f"{engine.url}/metrics",
                 log=run.points / "client.log", note=lambda _: None) as client:
         loop = Loop(run, plan, Claim.take(run, "inside", None, over=0), writer="inside", client=client, node="here",
-                    port=engine.url.rpartition(":")[2])
+                    url=engine.url)
         for point in plan.points:
             began = time.monotonic()
             row = loop.measure(point)

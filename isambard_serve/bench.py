@@ -20,16 +20,17 @@ ATTEMPT_SEEDS = 100_000_000
 """How far the seeds of two attempts at a point are apart: farther than those of any two points."""
 
 
-def load(plan: Plan, *, port: str, prompts: int, concurrency: int, seed: int, isl: int | None = None,
+def load(plan: Plan, *, url: str, prompts: int, concurrency: int, seed: int, isl: int | None = None,
          osl: int | None = None) -> list[str]:
     """What stands after ``vllm bench serve`` for a load whose result nobody keeps: a warm-up, say.
 
     Args:
+        url: where the engine answers.
         isl: input tokens of each prompt, and ``osl``: output tokens; the plan's own unless said otherwise.
     """
     lengths = (("--random-input-len", isl), ("--random-output-len", osl))
     return [
-        *filled(plan.bench_argv, port=port),
+        *filled(plan.bench_argv, url=url),
         "--num-prompts", str(prompts),
         "--max-concurrency", str(concurrency),
         "--seed", str(seed),
@@ -37,13 +38,13 @@ def load(plan: Plan, *, port: str, prompts: int, concurrency: int, seed: int, is
     ]
 
 
-def words(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
+def words(plan: Plan, point: Point, *, url: str, folder: Path, attempt: int = 0) -> list[str]:
     """What stands after ``vllm bench serve`` to measure ``point`` and leave its JSON as ``folder/bench.json``.
 
     Each ``attempt`` has prompts of its own: those of an earlier one lie warm in the prefix cache.
     """
     return [
-        *load(plan, port=port, prompts=point.prompts, concurrency=point.concurrency,
+        *load(plan, url=url, prompts=point.prompts, concurrency=point.concurrency,
               seed=point.seed + attempt * ATTEMPT_SEEDS),
         "--save-result",
         "--result-dir", str(folder),

@@ -112,7 +112,7 @@ def _scouted(loop: Loop, space: Space, action: Scout) -> Step:
     log = loop.run.points / "scouts.log"
     for attempt in range(ATTEMPTS):
         words = bench.load(
-            loop.plan, port=loop.port, prompts=action.requests, concurrency=action.concurrency,
+            loop.plan, url=loop.url, prompts=action.requests, concurrency=action.concurrency,
             # No prompt of a scout comes back, in a point least of all.
             seed=bench.ATTEMPT_SEEDS * (loop.claim.number * ATTEMPTS + attempt) + 500 * action.concurrency,
             isl=action.prompt_tokens, osl=action.output_tokens)

@@ -114,6 +114,15 @@ def prefix_hits(measured: Measured) -> Verdict:
     return verdict(hits < PREFIX_HITS * queries, f"{hits / queries:.1%} of the prompt tokens came from the cache")
 
 
+def alone(measured: Measured) -> Verdict:
+    """``alone``: the engine answered nobody else's requests meanwhile."""
+    answered = increase(measured.window, "requests_total")
+    if answered is None:
+        return verdict(None, "the engine's metrics do not tell")
+    return verdict(answered <= measured.point.prompts,
+                   f"{answered:.0f} requests were answered, {measured.point.prompts} of them were the point's own")
+
+
 def recomputed(measured: Measured) -> Verdict:
     """``recomputed``: preempted requests computed less than 2 % of the tokens again.
 

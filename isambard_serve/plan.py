@@ -25,12 +25,12 @@ from isambard_serve.site import Site
 class Slot(Record, frozen=True):
     """What is not known yet, and is filled on the node.
 
-    The engine's ``port``, its ``host`` address if it serves people, the ``serve_job`` id, and where this node's NUMA
-    map binds what: ``membind`` is the command that keeps the engine's memory beside the node's CPUs, ``numa_bind`` the
-    engine's flags that bind its ranks. ``many``: any number of words, also none; otherwise one.
+    The engine's ``port``, its ``host`` address if it serves people, its ``url``, the ``serve_job`` id, and where this
+    node's NUMA map binds what: ``membind`` is the command that keeps the engine's memory beside the node's CPUs,
+    ``numa_bind`` the engine's flags that bind its ranks. ``many``: any number of words, also none; otherwise one.
     """
 
-    slot: Literal["port", "host", "serve_job", "membind", "numa_bind"]
+    slot: Literal["port", "host", "url", "serve_job", "membind", "numa_bind"]
     before: str = ""
     """Text that stands directly before the value, in the same word."""
     many: bool = False
@@ -277,7 +277,7 @@ def make(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str,
                      *recipe.engine.extra_args, *simulation),
         client_command=(*client_in, *_client_command(site, run_dir, python)),
         bench_command=(*command_in, *command, "bench", "serve"),
-        bench_argv=("--backend", "openai", "--base-url", Slot(slot="port", before="http://127.0.0.1:"),
+        bench_argv=("--backend", "openai", "--base-url", Slot(slot="url"),
                     "--endpoint", "/v1/completions", "--model", recipe.model, "--dataset-name", "random",
                     "--request-rate", "inf",
                     "--random-input-len", str(recipe.bench.isl), "--random-output-len", str(recipe.bench.osl),

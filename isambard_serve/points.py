@@ -60,27 +60,27 @@ class Loop:
     Args:
         writer: whose events tell of the points.
         client: sends the loads.
-        node: the engine's node, and ``port``: where it listens there.
+        node: the engine's node, and ``url``: where it answers there.
     """
 
     def __init__(self, run: RunDir, plan: Plan, claim: Claim, *, writer: Writer, client: Client, node: str,
-                 port: str) -> None:
+                 url: str) -> None:
         self.run = run
         self.plan = plan
         self.claim = claim
-        self.port = port
+        self.url = url
         self._writer: Writer = writer
         self._client = client
         self._node = node
 
-    def measure_all(self) -> None:
-        """Measures every point that has no row yet.
+    def measure_all(self, points: Sequence[Point]) -> None:
+        """Measures every one of ``points`` that has no row yet.
 
         Raises:
             EngineGoneError: the engine went away; the rows kept so far stay.
             SupersededError: somebody else measures now.
         """
-        left = [point for point in self.plan.points if not (self.run.points / point.name / "row.json").exists()]
+        left = [point for point in points if not (self.run.points / point.name / "row.json").exists()]
         if left:
             self.warm_up(max(point.concurrency for point in left))
         for point in left:
@@ -101,7 +101,7 @@ class Loop:
         osl = min(self.plan.warmup_osl, self.plan.osl)
         for seed, (prompts, isl) in enumerate(((WARMUP_LONG, self.plan.isl), (concurrency, WARMUP_ISL))):
             if osl:
-                words = bench.load(self.plan, port=self.port, prompts=prompts, concurrency=prompts,
+                words = bench.load(self.plan, url=self.url, prompts=prompts, concurrency=prompts,
                                    seed=bench.ATTEMPT_SEEDS * self.claim.number - seed - 1,
                                    isl=min(isl, self.plan.isl), osl=osl)
                 with self.sent(words, self.run.points / "warmup.log", "the warm-up") as load:
@@ -145,7 +145,7 @@ class Loop:
         """
         for name in (bench.RESULT, CLIENT, COUNTERS):  # what a predecessor left of them is not this measurement
             (folder / name).unlink(missing_ok=True)
-        words = bench.words(self.plan, point, port=self.port, folder=folder, attempt=attempt)
+        words = bench.words(self.plan, point, url=self.url, folder=folder, attempt=attempt)
         with self.sent(words, folder / "bench.log", point.name) as load:
             began = time.time()
             returncode = self._wait(load, point.name)

@@ -60,6 +60,7 @@ FILES = {
     "profile/": "traces of the torch profiler, of a run with --profile-at",
     "inclient/": "the load generator's program, as it ran beside the engine",
     "search/": "how the knee was searched: each scout and point, one file a claim",
+    "asked.jsonl": "of a server for people: the points that `sweep` asked for",
     "sweep.json": "the knee, what the engine was short of there, and the GPU-seconds that the search took",
     "points/": "one folder a point: bench.json (the benchmark's own), row.json (our record), bench.log, client.json "
                "(how the load generator fared), counters.jsonl (the engine's, right before and right after); and "
@@ -213,6 +214,7 @@ class RunDir:
         self.claims = path / "claims"
         self.search = path / "search"
         self.knee = path / "sweep.json"
+        self.asked = path / "asked.jsonl"
         self.used = path / "used.json"
         self.profile = path / "profile"
 

@@ -118,7 +118,7 @@ def introduction(plan: Plan, slots: Mapping[str, Filled], node: str) -> str:
     engine = filled(plan.engine_argv, lists=lists, port=port)
     concurrency = plan.points[0].concurrency if plan.points else 1
     load = [*engine[:engine.index("serve")], "bench", "serve",
-            *bench.load(plan, port=port, prompts=2 * concurrency, concurrency=concurrency, seed=1)]
+            *bench.load(plan, url=f"http://127.0.0.1:{port}", prompts=2 * concurrency, concurrency=concurrency, seed=1)]
     return f"""\
 On {node}, as the engine of {plan.recipe} is started. The key is in VLLM_API_KEY and OPENAI_API_KEY.
 The engine:

@@ -48,7 +48,9 @@ def fold(events: Sequence[Event], jobs: Jobs, slurm: Mapping[str, JobState], sil
 
     reached: State = "submitted"
     for event in own:
-        if STATES.index(event.event) > STATES.index(reached):
+        # A server for people is measured now and then, from inside, and is ready again.
+        again = (event.writer, event.event, reached) == ("inside", "ready", "measuring")
+        if again or STATES.index(event.event) > STATES.index(reached):
             reached = cast(State, event.event)
     if answer and answer.state == "COMPLETING" and STATES.index(reached) < STATES.index("stopping"):
         return "stopping", "Slurm: COMPLETING" + (f" ({answer.reason})" if answer.reason else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from isambard_serve import knee, state, verdict
+from isambard_serve import asked, knee, state, verdict
 from isambard_serve import slurm as slurm_module
 from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
@@ -56,7 +56,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
     node_hours = _node_hours(run, plan, ended=now in ENDS)
     if used:
         node_hours = round(sum(use.gpus * use.elapsed_s for use in used.values()) / 3600 / plan.node_gpus, 6)
-    endpoint = _endpoint(run) if now == "ready" and plan.placement == "none" else None
+    endpoint = _endpoint(run) if now in ("ready", "measuring") and plan.placement == "none" else None
     rows = run.read_rows()
     return Run(
         run_id=run.run_id,
@@ -71,7 +71,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         node_hours_by="sacct" if used else "clock",
         directory=str(run.path),
         points_done=sum(1 for _ in run.points.glob("*/row.json")),
-        points_planned=None if plan.search else len(plan.points),
+        points_planned=None if plan.search else len(plan.points) + len(asked.read(run)),
         points_invalid=sum(not row.valid for row in rows),
         binding=_binding(run),
         url=endpoint.url if endpoint else None,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from isambard_serve import knee, points, recording, slurm
+from isambard_serve import asked, knee, points, recording, slurm
 from isambard_serve.claim import Claim, SupersededError, newest
 from isambard_serve.client import Client
 from isambard_serve.engine import EngineClient
@@ -45,7 +45,7 @@ def sweep(run_dir: str) -> None:
         run.record("sweep", "left", reason=error.what)
         return
     except Exception as error:
-        _give_up(run, "sweep", error)
+        _give_up(run, plan, "sweep", error)
         raise
     _measure(run, plan, claim, "sweep", filled(plan.step_argv, serve_job=endpoint.job_id or ""), endpoint)
 
@@ -67,7 +67,7 @@ def inside(run_dir: str, over: int) -> None:
         run.record("inside", "left", reason=error.what)
         return
     except Exception as error:
-        _give_up(run, "inside", error)
+        _give_up(run, plan, "inside", error)
         raise
     _measure(run, plan, claim, "inside", [], endpoint)
 
@@ -77,7 +77,7 @@ def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequen
                     fallback=[*step, *plan.bench_command], env=_generator_environment(run, plan),
                     log=run.points / "client.log", note=lambda why: run.record(writer, "note", reason=why))
     loop = points.Loop(run, plan, claim, writer=writer, client=client, node=endpoint.node,
-                       port=endpoint.url.rpartition(":")[2])
+                       url=endpoint.url)
     try:
         with claim.beating(), client:
             run.record(writer, "measuring", job_id=os.environ.get("SLURM_JOB_ID"))
@@ -86,10 +86,11 @@ def _measure(run: RunDir, plan: Plan, claim: Claim, writer: Writer, step: Sequen
     except SupersededError as error:
         run.record(writer, "left", reason=error.what)
     except Exception as error:
-        _give_up(run, writer, error)
+        _give_up(run, plan, writer, error)
         raise
     else:
-        run.record(writer, "finished", reason=said)
+        # A server for people goes on.
+        run.record(writer, "ready" if plan.for_people else "finished", reason=said)
 
 
 def _work(loop: points.Loop, engine: EngineClient) -> str:
@@ -98,7 +99,7 @@ def _work(loop: points.Loop, engine: EngineClient) -> str:
         return recording.take(loop, engine, loop.plan.profile)
     found = knee.find(loop, loop.plan.search) if loop.plan.search else None
     if not found:
-        loop.measure_all()
+        loop.measure_all([*loop.plan.points, *asked.read(loop.run)])
     rows = loop.run.read_rows()
     if all(row.output_tok_s is None for row in rows):
         raise ServeError(f"no point left a result; the logs say why: {loop.run.points}/*/bench.log")
@@ -111,8 +112,11 @@ def _opened(run_dir: str) -> tuple[RunDir, Plan]:
     return run, read_record(run.plan, Plan)
 
 
-def _give_up(run: RunDir, writer: Writer, error: Exception) -> None:
-    if isinstance(error, points.EngineGoneError) and (writer == "sweep" or points.serve_end(run)):
+def _give_up(run: RunDir, plan: Plan, writer: Writer, error: Exception) -> None:
+    if plan.for_people:
+        # The server was not there to be measured: what fails ends the sweep alone.
+        run.record(writer, "ready", reason=f"the sweep: {error}")
+    elif isinstance(error, points.EngineGoneError) and (writer == "sweep" or points.serve_end(run)):
         # The serve job, or Slurm, says why; this is only its consequence.
         run.record(writer, "left", reason=error.what)
     else:

@@ -21,6 +21,7 @@ RULES: Mapping[str, Callable[[Measured], Verdict]] = {
     "littles_law": loadrules.littles_law,
     "window": loadrules.window,
     "prefix_hits": loadrules.prefix_hits,
+    "alone": loadrules.alone,
     "recomputed": loadrules.recomputed,
     "client": loadrules.client,
     "expected": enginerules.expected,

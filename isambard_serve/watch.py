@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import audit, gpus, inengine, kernelcache, nodelocal, outputs, process, slurm
+from isambard_serve import asked, audit, gpus, inengine, kernelcache, nodelocal, outputs, process, slurm
 from isambard_serve.audit import Audit
 from isambard_serve.claim import Vigil, newest
 from isambard_serve.engine import EngineClient, EngineUnreachableError
@@ -118,6 +118,7 @@ class Watcher:
         self._processes: dict[str, psutil.Process] = {}
         self._vigil: Vigil | None = None
         self._inside: subprocess.Popen[bytes] | None = None
+        self._asked = 0
 
     def watch(self) -> End:
         """Watches until there is a reason to end, and returns it."""
@@ -152,13 +153,16 @@ class Watcher:
             if self._terminated.wait(TICK_S):
                 return self._reason_to_end(began)
             return End("failed", died)
-        swept = self._sweep_end()
+        swept = None if self._plan.for_people else self._sweep_end()
         if swept:
             return swept
         if not ready and now - began > self._plan.limits.load_s:
             return End("failed", f"the engine was not ready within {self._plan.limits.load_s} s (load_limit)")
-        if ready and self._run.endpoint.exists() and not self._plan.for_people:
-            self._see_to_the_sweep()
+        if ready and self._run.endpoint.exists():
+            if self._plan.for_people:
+                self._see_to_what_is_asked()
+            else:
+                self._see_to_the_sweep()
         return self._out_of_time(ready, now)
 
     def _out_of_time(self, ready: bool, now: float) -> End | None:
@@ -198,10 +202,22 @@ class Watcher:
             self._vigil = Vigil(self._run, grace_s=limits.grace_s, silence_s=limits.silence_s)
         reason = "as planned" if self._plan.placement == "inside" else self._vigil.reason_to_take_over()
         if reason:
-            with contextlib.suppress(OSError):
-                self._run.record("serve", "note", reason=f"measuring from inside the serve job: {reason}")
-            command = [sys.executable, "-m", "isambard_serve.sweep", str(self._run.path), str(newest(self._run))]
-            self._inside = process.start(command, env=os.environ, log=self._run.serve_log, bound=True)
+            self._measure(reason)
+
+    def _see_to_what_is_asked(self) -> None:
+        """Measures from inside this job what was asked for since it last did. What fails is not tried again."""
+        if self._inside and self._inside.poll() is None:
+            return
+        count = len(asked.read(self._run))
+        if count > self._asked:
+            self._asked = count
+            self._measure("asked to")
+
+    def _measure(self, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self._run.record("serve", "note", reason=f"measuring from inside the serve job: {reason}")
+        command = [sys.executable, "-m", "isambard_serve.sweep", str(self._run.path), str(newest(self._run))]
+        self._inside = process.start(command, env=os.environ, log=self._run.serve_log, bound=True)
 
     def _death(self, ready: bool) -> str | None:
         """What of the engine has died, if anything has. Its exit code is told, never believed (it is 0 at times)."""

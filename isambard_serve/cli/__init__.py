@@ -19,6 +19,7 @@ from isambard_serve.cli import (
     shell,
     status,
     submit,
+    sweep,
     trace,
     tunnel,
     weights,
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 for _command in (recipes.recipes, recipes.show, recipes.diff, recipes.plan, recipes.render, submit.submit,
-                 submit.cancel, status.status, status.logs, collect.collect, compare.compare, probe.probe, trace.trace,
-                 image.image, weights.weights, doctor.doctor, shell.shell, shell.attach, completion.completion,
-                 deploy.deploy, tunnel.tunnel):
+                 submit.cancel, sweep.sweep, status.status, status.logs, collect.collect, compare.compare, probe.probe,
+                 trace.trace, image.image, weights.weights, doctor.doctor, shell.shell, shell.attach,
+                 completion.completion, deploy.deploy, tunnel.tunnel):
     main.add_command(_command)

@@ -83,8 +83,9 @@ def test_a_rung_that_slurm_refuses_takes_back_those_before_it(simulating: Person
 
 
 def test_rungs_in_one_job_run_on_one_node_each_as_a_run_of_its_own(simulating: Person) -> None:
-    quick = ("--set", "bench.concurrency=[1, 2]", "--set", "bench.osl=1024")
-    rungs = simulating.starts("tiny", "tiny", "tiny", "tiny", *quick, "--same-node")
+    # Long enough to be cancelled while it runs.
+    some = ("--set", "bench.concurrency=[1, 2]", "--set", "bench.osl=8192", "--set", "engine.args.max-model-len=16384")
+    rungs = simulating.starts("tiny", "tiny", "tiny", "tiny", *some, "--same-node")
     (job,) = {simulating.run_of(rung)["jobs"]["serve"] for rung in rungs}
     assert [queued.job_id for queued in simulating.cluster.queue()] == [job]
     simulating.asks("cancel", rungs[1])

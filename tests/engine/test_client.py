@@ -49,7 +49,7 @@ def processes(run: RunDir) -> list[psutil.Process]:
 
 
 def started(client: Client, engine: Engine, planned: Plan, name: str, *, osl: int) -> Load:
-    words = bench.load(planned, port=engine.url.rpartition(":")[2], prompts=4, concurrency=2, seed=hash(name) % 10**6,
+    words = bench.load(planned, url=engine.url, prompts=4, concurrency=2, seed=hash(name) % 10**6,
                        osl=osl)
     return client.start_point(words, RunDir(Path(planned.run_dir)).points / f"{name}.log")
 
@@ -67,7 +67,7 @@ def test_points_run_back_to_back_in_one_process_and_leave_what_the_command_would
     for point in planned.points[:3]:
         folder = run.points / point.name
         folder.mkdir()
-        load = client.start_point(bench.words(planned, point, port=engine.url.rpartition(":")[2], folder=folder),
+        load = client.start_point(bench.words(planned, point, url=engine.url, folder=folder),
                                   folder / "bench.log")
         wait_until(lambda load=load: load.ended(1) is not None, 120, "the point to end")  # type: ignore[misc]
         assert load.ended(0) == 0, (folder / "bench.log").read_text()

@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -225,3 +226,29 @@ def test_a_profile_is_taken_instead_of_points_and_its_traces_are_collected(newco
     told = newcomer.does("trace", run_id, check=False)
     assert (told.returncode, told.stdout) == (1, "")
     assert f"{run_id}: holds no GPU kernels" in told.stderr
+
+
+def test_a_server_for_people_is_measured_when_asked_and_a_point_that_others_disturb_is_not_valid(
+        newcomer: Newcomer) -> None:
+    (run_id,) = newcomer.starts("dp4", "--serve", "--wait")
+    newcomer.asks("sweep", run_id, "--concurrency", "64,128")
+
+    def measured(points: int) -> dict[str, Any] | None:
+        run = newcomer.run_of(run_id)
+        return run if (run["state"], run["points_done"]) == ("ready", points) else None
+
+    wait_until(lambda: measured(2), 60, "two points")
+    assert [row["valid"] for row in newcomer.asks("status", run_id)["rows"]] == [True, True]
+    run = newcomer.run_of(run_id)
+    headers = {"Authorization": f"Bearer {Path(run['key_file']).read_text()}", "Content-Type": "application/json"}
+    body = json.dumps({"model": "deepseek-ai/DeepSeek-V4-Flash", "prompt": "a b", "max_tokens": 1}).encode()
+    newcomer.asks("sweep", run_id, "--concurrency", "64")
+    row = newcomer.runs / run_id / "points/c0064.r2/row.json"
+    while not row.exists():  # somebody else asks too, all the while
+        with urllib.request.urlopen(urllib.request.Request(f"{run['url']}/v1/completions", body, headers), timeout=30):
+            pass
+    wait_until(lambda: measured(3), 60, "the server to be ready again")
+    rows = newcomer.asks("collect", run_id)["rows"]
+    assert [(row["concurrency"], row["repeat"], row["reasons"]) for row in rows] == [
+        (64, 1, []), (64, 2, ["alone"]), (128, 1, [])]
+    newcomer.asks("cancel", run_id)

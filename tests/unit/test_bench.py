@@ -34,7 +34,7 @@ def test_a_point_is_measured_as_the_article_does() -> None:
     plan = small_plan(RUNS, {"model": "deepseek-ai/DeepSeek-V4-Flash", "bench": {
         "isl": 1024, "osl": 1024, "args": {"temperature": 0}}})
     assert plan.bench_command == ("/opt/engine/bin/vllm", "bench", "serve")
-    assert bench.words(plan, POINT, port="4711", folder=Path("/shared/p")) == [
+    assert bench.words(plan, POINT, url="http://127.0.0.1:4711", folder=Path("/shared/p")) == [
         "--backend", "openai",
         "--base-url", "http://127.0.0.1:4711",
         "--endpoint", "/v1/completions",
@@ -59,12 +59,12 @@ def test_a_point_is_measured_as_the_article_does() -> None:
 
 def test_each_attempt_at_each_point_has_a_seed_of_its_own_and_is_the_same_command_else() -> None:
     plan = small_plan(RUNS, {"bench": {"concurrency": [512, 2048], "repeats": 3}})
-    attempts = [bench.words(plan, point, port="1", folder=RUNS, attempt=attempt)
+    attempts = [bench.words(plan, point, url="u", folder=RUNS, attempt=attempt)
                 for point in plan.points for attempt in range(6)]
     at = attempts[0].index("--seed") + 1
     assert len({argv[at] for argv in attempts}) == len(attempts)
     assert len({tuple(argv[:at] + argv[at + 1:]) for argv in attempts}) == len(plan.points)
-    assert bench.words(plan, POINT, port="1", folder=RUNS) == bench.words(plan, POINT, port="1", folder=RUNS, attempt=0)
+    assert bench.words(plan, POINT, url="u", folder=RUNS) == bench.words(plan, POINT, url="u", folder=RUNS, attempt=0)
 
 
 def test_the_articles_rungs_send_twice_the_concurrency_in_prompts() -> None:

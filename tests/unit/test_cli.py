@@ -16,7 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from isambard_serve import __version__, doctor, health, remote
+from isambard_serve import __version__, asked, doctor, health, remote
 from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
@@ -767,3 +767,48 @@ def test_doctor_looks_at_the_way_to_a_login_node_first_and_at_the_rest_there(
     monkeypatch.setattr(remote, "relay", relay)
     assert cluster("doctor", "small", "--host", "there", code=1).stdout == "ok    login: me@there\n"
     assert asked == [["there", "doctor", "--site=here", "--", "small"]]
+
+
+@pytest.fixture
+def people(cluster: Cluster) -> RunDir:
+    """A server for people, which is ready."""
+    (run,) = cluster.json("submit", "small", "--serve")["runs"]
+    served = RunDir(cluster.runs_dir / run["run_id"])
+    ready(served)
+    return served
+
+
+def test_a_server_for_people_is_asked_for_points_and_for_further_repeats_of_them(
+        cluster: Cluster, people: RunDir) -> None:
+    keep_row(people, some_row(concurrency=2, repeat=1))
+    document = cluster.json("sweep", "101", "--concurrency", "2,4")
+    assert (document["run"]["run_id"], document["points"]) == (people.run_id, ["c0002.r2", "c0004.r1"])
+    assert document["run"]["points_planned"] == 2
+    again = cluster("sweep", "101")
+    assert again.stdout == f"{people.run_id}: c0001.r1, c0002.r3\n"
+    points = asked.read(people)
+    assert [(point.concurrency, point.prompts) for point in points] == [(2, 4), (4, 8), (1, 2), (2, 4)]
+    assert len({point.seed for point in points}) == 4
+
+
+@pytest.mark.parametrize("words", ["", "0", "1,", "1;2", "two", "-1"])
+def test_what_is_no_concurrency_is_asked_of_nobody(cluster: Cluster, people: RunDir, words: str) -> None:
+    if words:
+        assert "no list of concurrencies" in cluster("sweep", "101", f"--concurrency={words}", code=2).stderr
+    assert asked.read(people) == []
+
+
+def test_a_server_that_searches_is_told_where_to_measure(cluster: Cluster) -> None:
+    cluster("submit", "small", "--serve", "--set", "bench.concurrency=saturate")
+    assert "name where to measure" in cluster("sweep", "101", code=2).stderr
+    assert cluster.json("sweep", "101", "--concurrency", "8")["points"] == ["c0008.r1"]
+
+
+def test_a_server_that_ends_with_its_sweep_is_not_measured_again(cluster: Cluster) -> None:
+    cluster.submitted()
+    assert "submit --serve starts one that stays" in cluster("sweep", "101", code=2).stderr
+
+
+def test_a_server_that_has_ended_is_not_measured(cluster: Cluster, people: RunDir) -> None:
+    people.record("serve", "done")
+    assert "its server has ended: done" in cluster("sweep", "101", code=1).stderr

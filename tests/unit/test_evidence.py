@@ -80,7 +80,7 @@ class Scene:
         (point,) = self.plan.points
         folder = self.run.points / point.name
         folder.mkdir(exist_ok=True)
-        words = bench.words(self.plan, point, port=self.port, folder=folder)
+        words = bench.words(self.plan, point, url=self._server.url, folder=folder)
         observer = Observer(self.run)
         first = self.client.sample()
         (send or (lambda words: simulated_bench(words, {"OPENAI_API_KEY": KEY})))(words)

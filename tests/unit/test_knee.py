@@ -124,7 +124,7 @@ def found(run: RunDir, plan: Plan, engine: Engine) -> knee.Found:
     """What somebody who claims the points now finds."""
     assert plan.search is not None
     claim = Claim.take(run, "sweep", "102", over=newest(run))
-    loop = Loop(run, plan, claim, writer="sweep", client=engine, node="nid001", port="4711")
+    loop = Loop(run, plan, claim, writer="sweep", client=engine, node="nid001", url="http://127.0.0.1:4711")
     return knee.find(loop, plan.search)
 
 
@@ -179,7 +179,7 @@ def test_an_engine_that_runs_nothing_ends_the_search_with_where_to_look(run: Run
 def test_who_is_superseded_leaves_before_the_next_step(run: RunDir, plan: Plan, engine: Engine) -> None:
     assert plan.search is not None
     claim = Claim.take(run, "sweep", "102", over=newest(run))
-    loop = Loop(run, plan, claim, writer="sweep", client=engine, node="nid001", port="4711")
+    loop = Loop(run, plan, claim, writer="sweep", client=engine, node="nid001", url="http://127.0.0.1:4711")
     write_whole(run.claims / "0002.json", '{"holder": "inside", "job_id": null, "time": 1}')
     with pytest.raises(SupersededError):
         knee.find(loop, plan.search)

@@ -111,7 +111,7 @@ def good(tmp_path: Path) -> Iterator[Bench]:
 def loop(run: RunDir, plan: Plan, bench: Bench) -> Loop:
     """The loop of a sweep that has just claimed the points."""
     return Loop(run, plan, Claim.take(run, "sweep", "102", over=newest(run)), writer="sweep", client=bench,
-                node="nid001", port="4711")
+                node="nid001", url="http://127.0.0.1:4711")
 
 
 def measured(run: RunDir, plan: Plan, bench: Bench, at: int = 0) -> Row:
@@ -147,7 +147,7 @@ def swept(tmp_path: Path, bench: Bench, over: dict[str, Any]) -> RunDir:
     plan = small_plan(tmp_path, {"bench": {"warmup": 3, **over}})
     run = written_run(plan)
     with answering(run):
-        loop(run, plan, bench).measure_all()
+        loop(run, plan, bench).measure_all(plan.points)
     return run
 
 
@@ -167,7 +167,7 @@ def test_the_engine_is_warmed_up_with_long_prompts_and_with_the_largest_concurre
 def test_a_run_with_nothing_left_to_measure_is_not_warmed_up(run: RunDir, plan: Plan, good: Bench) -> None:
     for concurrency in (1, 2):
         keep_row(run, some_row(concurrency=concurrency))
-    loop(run, msgspec.structs.replace(plan, warmup_osl=3), good).measure_all()
+    loop(run, msgspec.structs.replace(plan, warmup_osl=3), good).measure_all(plan.points)
     assert good.commands == []
 
 
@@ -234,7 +234,7 @@ def test_an_engine_that_goes_away_leaves_no_row_and_no_load_generator(
 
 @pytest.mark.usefixtures("living")
 def test_all_points_are_measured_in_order_and_each_is_told(run: RunDir, plan: Plan, good: Bench) -> None:
-    loop(run, plan, good).measure_all()
+    loop(run, plan, good).measure_all(plan.points)
     assert [row.concurrency for row in run.read_rows()] == [1, 2]
     assert [(event.event, event.point) for event in run.read_events(["sweep"])] == [
         ("point", "c0001.r1"), ("point", "c0002.r1")]
@@ -244,7 +244,7 @@ def test_all_points_are_measured_in_order_and_each_is_told(run: RunDir, plan: Pl
 def test_points_that_were_kept_before_are_not_measured_again(run: RunDir, plan: Plan, good: Bench) -> None:
     kept = some_row(concurrency=1, output_tok_s=1.0)
     keep_row(run, kept)
-    loop(run, plan, good).measure_all()
+    loop(run, plan, good).measure_all(plan.points)
     assert len(good.commands) == 1
     assert [row.concurrency for row in run.read_rows()] == [1, 2]
     assert run.read_rows()[0] == kept
@@ -255,7 +255,7 @@ def test_points_that_were_kept_stay_when_the_engine_goes_away_later(run: RunDir,
         [[ $1 == */c0002.r1 ]] && echo '{{"time": 1, "writer": "serve", "event": "failed"}}' >> {run.events}/serve.jsonl
         true""")
     with pytest.raises(EngineGoneError):
-        loop(run, plan, dying).measure_all()
+        loop(run, plan, dying).measure_all(plan.points)
     assert [row.concurrency for row in run.read_rows()] == [1]
 
 
@@ -271,7 +271,7 @@ def test_what_a_predecessor_left_of_a_point_is_not_this_measurement(run: RunDir,
 def test_a_superseded_claimant_stops_its_load_generator_and_keeps_nothing(run: RunDir, plan: Plan) -> None:
     endless = Bench(f"{SUPERSEDE.format(run=run)}; sleep 60")
     with pytest.raises(SupersededError):
-        loop(run, plan, endless).measure_all()
+        loop(run, plan, endless).measure_all(plan.points)
     assert endless.children[0].poll() is not None
     assert run.read_rows() == []
 
@@ -302,7 +302,7 @@ def test_a_claimant_that_was_superseded_begins_no_other_point(run: RunDir, plan:
     measuring = loop(run, plan, good)
     Claim.take(run, "inside", "101", over=1)
     with pytest.raises(SupersededError):
-        measuring.measure_all()
+        measuring.measure_all(plan.points)
     assert good.commands == []
 
 
@@ -391,9 +391,9 @@ def test_each_attempt_at_a_point_and_each_claimants_has_a_seed_of_its_own(
     attempts: list[int] = []
     words = bench.words
 
-    def watched(plan: Plan, point: Point, *, port: str, folder: Path, attempt: int = 0) -> list[str]:
+    def watched(plan: Plan, point: Point, *, url: str, folder: Path, attempt: int = 0) -> list[str]:
         attempts.append(attempt)
-        return words(plan, point, port=port, folder=folder, attempt=attempt)
+        return words(plan, point, url=url, folder=folder, attempt=attempt)
 
     monkeypatch.setattr("isambard_serve.bench.words", watched)
     monkeypatch.setattr(points, "PROOF_S", 60.0)

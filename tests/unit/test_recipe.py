@@ -212,7 +212,7 @@ def test_a_flag_of_the_benchmark_that_says_what_a_row_means_is_refused(write: Wr
 
 def test_every_flag_that_the_benchmark_is_given_anyway_is_one_that_a_recipe_may_not_give(tmp_path: Path) -> None:
     plan = small_plan(tmp_path)
-    argv = bench.words(plan, plan.points[0], port="1", folder=tmp_path)
+    argv = bench.words(plan, plan.points[0], url="http://x:1", folder=tmp_path)
     assert {word.removeprefix("--") for word in argv if word.startswith("--")} <= flags.BENCH_OWNED
 
 

@@ -18,7 +18,8 @@ def events(*happened: str) -> list[Event]:
     result = []
     for second, text in enumerate(happened):
         writer, event, reason = (*text.split(":", 2), None)[:3]
-        known: dict[str, Writer] = {"submit": "submit", "serve": "serve", "sweep": "sweep", "cancel": "cancel"}
+        known: dict[str, Writer] = {"submit": "submit", "serve": "serve", "sweep": "sweep", "cancel": "cancel",
+                                    "inside": "inside"}
         result.append(Event(time=second, writer=known[str(writer)], event=str(event), reason=reason))
     return result
 
@@ -36,6 +37,13 @@ def test_a_run_goes_through_its_states_one_by_one(steps: int) -> None:
 
 def test_a_state_once_reached_is_not_left_for_an_earlier_one() -> None:
     assert state.fold(events("serve:ready", "sweep:measuring", "serve:loading"), JOBS, RUNNING, 0.0)[0] == "measuring"
+
+
+def test_a_server_for_people_that_was_measured_is_ready_again() -> None:
+    told = ["serve:ready", "inside:measuring", "inside:ready:2 points"]
+    assert state.fold(events(*told), JOBS, RUNNING, 0.0)[0] == "ready"
+    assert state.fold(events(*told, "inside:measuring"), JOBS, RUNNING, 0.0)[0] == "measuring"
+    assert state.fold(events(*told, "serve:stopping"), JOBS, RUNNING, 0.0)[0] == "stopping"
 
 
 def test_a_job_that_was_sent_again_begins_anew_and_says_why() -> None:

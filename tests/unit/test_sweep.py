@@ -13,12 +13,13 @@ import msgspec
 import psutil
 import pytest
 
-from isambard_serve import points, sweep
+from isambard_serve import asked, points, sweep
 from isambard_serve.claim import Claim, newest
 from isambard_serve.errors import NotReadyError, ServeError
+from isambard_serve.plan import Plan
 from isambard_serve.points import EngineGoneError
 from isambard_serve.records import Event, Writer
-from isambard_serve.run import RunDir, write_whole
+from isambard_serve.run import RunDir, read_record, write_whole
 from isambard_serve.site import Container
 from tests.support.waiting import wait_until
 from tests.unit.fake_engine import FakeEngine
@@ -219,6 +220,38 @@ def test_measuring_inside_the_serve_job_needs_no_step(run: RunDir, tmp_path: Pat
     assert [event.event for event in said(run, "inside")] == ["measuring", "point", "point", "finished"]
     assert newest(run) == 1
     assert not (tmp_path / "srun").exists()
+
+
+@pytest.fixture
+def people(run: RunDir) -> RunDir:
+    """The run as a server for people, of which a point was asked."""
+    plan = msgspec.structs.replace(read_record(run.plan, Plan), placement="none", points=())
+    write_whole(run.plan, msgspec.json.encode(plan))
+    asked.add(run, [4], 2)
+    return run
+
+
+def test_what_was_asked_of_a_server_for_people_is_measured_and_leaves_it_ready(people: RunDir) -> None:
+    for claims in (1, 2):
+        with FakeEngine() as engine:
+            ready(people, engine.client().url)
+            sweep.inside(str(people.path), claims - 1)
+        assert newest(people) == claims
+        asked.add(people, [4, 8], 2)
+    assert [(event.event, event.point) for event in said(people, "inside")] == [
+        ("measuring", None), ("point", "c0004.r1"), ("ready", None),
+        ("measuring", None), ("point", "c0004.r2"), ("point", "c0008.r1"), ("ready", None)]
+
+
+def test_a_sweep_that_fails_leaves_a_server_for_people_ready_and_says_why(
+        people: RunDir, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    stubs.add("vllm", "exit 1")
+    ready(people)
+    with answering(people), pytest.raises(ServeError, match="no point left a result"):
+        sweep.inside(str(people.path), 0)
+    assert [event.event for event in said(people, "inside")] == ["measuring", "point", "ready"]
+    assert "no point left a result" in str(said(people, "inside")[-1].reason)
 
 
 def test_taking_over_goes_on_after_the_last_kept_point(run: RunDir) -> None:

@@ -98,6 +98,7 @@ TOLD = [
     ("window", measured(prompts=8), measured(prompts=7)),
     ("prefix_hits", measured(samples=window(prefix_cache_hits_total=20)),
      measured(samples=window(prefix_cache_hits_total=21))),
+    ("alone", measured(samples=window(requests_total=32)), measured(samples=window(requests_total=33))),
     ("recomputed", measured(prompts=100, samples=window(preemptions_total=1)),
      measured(prompts=100, samples=window(preemptions_total=4))),
     # 8 requests of 15 s are 120 request-seconds, as are 4 under way for 30 s.
@@ -164,6 +165,7 @@ def test_each_rule_has_an_example_of_either() -> None:
     ("prefix_hits", measured(samples=())), ("prefix_hits", measured(samples=window()[:1])),
     ("prefix_hits", measured(samples=window(prefix_cache_queries_total=0))),
     ("prefix_hits", measured(samples=(Sample(time=1, scrape_ms=1), Sample(time=2, scrape_ms=1)))),
+    ("alone", measured(samples=())),
     ("recomputed", measured(samples=())),
     ("recomputed", measured(samples=(Sample(time=1, scrape_ms=1), Sample(time=2, scrape_ms=1)))),
     # 2 % lies between the least and the most that they can have cost.

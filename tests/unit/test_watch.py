@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from isambard_serve import nvml, prepare, watch
+from isambard_serve import asked, nvml, prepare, watch
 from isambard_serve.audit import Audit
 from isambard_serve.binding import Binding
 from isambard_serve.ceilings import Reading
@@ -354,6 +354,21 @@ def test_a_server_for_people_ends_well_at_its_time_limit_if_it_has_served_at_all
     watched = scene(plan=plan, health=200 if is_ready else 503, deadline=time.time() + END_MARGIN_S + 1)
     watched.begin()
     assert watched.end() == End("done" if is_ready else "failed", "the job's time limit is 180 s away")
+
+
+def test_what_is_asked_of_a_server_for_people_is_measured_from_inside_and_ends_nothing(
+        scene: Callable[..., Scene], inside: Callable[[str], Inside], tmp_path: Path) -> None:
+    watched = scene(plan=limited(tmp_path, placement="none"))
+    started = inside(f"{say(watched.run, 'failed')}; exit 1")
+    watched.ready()
+    looked(watched)
+    assert started.commands == []
+    for count in (1, 2):  # the first of which fails, and is not tried again
+        asked.add(watched.run, [4], 2)
+        wait_until(lambda count=count: len(started.commands) == count, 10, "the sweep")  # type: ignore[misc]
+        looked(watched)
+    assert len(started.commands) == 2
+    assert watched.ends == []
 
 
 def test_a_job_with_time_left_goes_on(scene: Callable[..., Scene]) -> None:
