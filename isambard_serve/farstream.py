@@ -139,6 +139,7 @@ class FarSide:
         program = Path(farside.__file__).read_bytes()
         self._stream = host.start([*python, "-c", _LOAD.format(len(program))])
         self._inlet = Inlet(self._stream.stdout)
+        self._closed = False
         try:
             self._say(program)
         except BaseException:
@@ -147,9 +148,11 @@ class FarSide:
 
     def close(self) -> None:
         """Ends it. Any thread may do so: what waits for its answer gets a ConnectionLostError."""
-        self._stream.cut()
-        self._inlet.close()
-        self._stream.close()
+        if not self._closed:
+            self._closed = True
+            self._stream.cut()
+            self._inlet.close()
+            self._stream.close()
 
     def list(self, root: str, exclude: Sequence[str] = ()) -> list[Listed]:
         """The files below ``root`` that may be collected, in order, each checked.

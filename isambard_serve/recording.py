@@ -42,7 +42,7 @@ def take(loop: Loop, engine: EngineClient, wanted: Profile) -> str:
     log = run.profile / "load.log"
     load_of = Scout(concurrency=wanted.concurrency, requests=max(LEAST_PROMPTS, 2 * wanted.concurrency),
                     prompt_tokens=plan.isl, output_tokens=plan.osl)
-    words = bench.load(plan, port=loop.port, prompts=load_of.requests, concurrency=wanted.concurrency,
+    words = bench.load(plan, url=loop.url, prompts=load_of.requests, concurrency=wanted.concurrency,
                        seed=bench.ATTEMPT_SEEDS * loop.claim.number - 3)  # the warm-up has those before
     with loop.sent(words, log, what) as load:
         watch = _Watch(loop, engine, load, what)

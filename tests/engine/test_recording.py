@@ -25,7 +25,7 @@ def test_the_engines_profiler_records_steps_of_steady_decode(
                 env=environment(run.path) | {"OPENAI_API_KEY": engine.key}, metrics=f"{engine.url}/metrics",
                 log=run.points / "client.log", note=notes.append) as client:
         loop = Loop(run, planned, Claim.take(run, "inside", None, over=0), writer="inside", client=client, node="here",
-                    port=engine.url.rpartition(":")[2])
+                    url=engine.url)
         assert planned.profile
         said = recording.take(loop, EngineClient(engine.url, engine.key), planned.profile)
     assert said == f"{RECORDED_STEPS} steps at concurrency 4 recorded: 1 traces"

@@ -122,7 +122,8 @@ def sender() -> Sender:
 
 @pytest.fixture
 def loop(run: RunDir, plan: Plan, sender: Sender) -> Loop:
-    return Loop(run, plan, Claim.take(run, "inside", None, over=0), writer="inside", client=sender, node="n", port="1")
+    return Loop(run, plan, Claim.take(run, "inside", None, over=0), writer="inside", client=sender, node="n",
+                url="http://127.0.0.1:1")
 
 
 def taken(loop: Loop, engine: Engine) -> str:
