@@ -115,6 +115,20 @@ def image(site: Site, recipe: Recipe) -> str:
     return f"{site.container.images_dir}/{name}.sif"
 
 
+def verdict(site: Site, recipe: Recipe, kind: str) -> str | None:
+    """The file that says how a ``kind`` of check of the recipe's image, with its overlay, came out; None where no
+    images are kept.
+
+    Raises:
+        UsageError: the recipe names no image.
+    """
+    if site.container.runtime not in ("podman-hpc", "apptainer") or site.container.images_dir is None:
+        return None
+    stem = image(site, recipe).rsplit("/", 1)[-1].removesuffix(".sif").replace(":", "_").replace("@", "_")
+    patched = f"+{recipe.engine.overlay.strip('/').replace('/', '_')}" if recipe.engine.overlay else ""
+    return f"{site.container.images_dir}/{stem}{patched}.{kind}.json"
+
+
 def image_need(site: Site, recipe: Recipe) -> tuple[Need, ...]:
     """What must be there for the container to start: its image."""
     runtime = site.container.runtime

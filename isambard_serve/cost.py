@@ -124,6 +124,12 @@ class Setting:
         return roofline.expected(self.model, self.shape, self.rates,
                                  Step(decoding=running, context=self.isl + self.osl / 2))
 
+    def least_ms(self, concurrency: int) -> dict[str, float]:
+        """The least that each bucket of the mean decode step can take, where so many requests are under way."""
+        step = Step(decoding=min(concurrency, self.sequences), context=self.isl + self.osl / 2)
+        floors = roofline.floors(self.model, self.shape, self.rates, step)
+        return {name: 1000 * floor for name, floor in floors.items() if floor}
+
     def prefill_s(self, sequences: float) -> float:
         """The prompts of ``sequences``, in full steps."""
         step = self.max_num_batched_tokens * self.shape.data_parallel
@@ -178,11 +184,7 @@ def setting(recipe: Recipe, site: Site, model: ModelConfig) -> Setting | None:
     if known is None:
         return None
     args = recipe.engine.args
-
-    def number(name: str, default: float) -> float:
-        value = args.get(name)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
-
+    number = recipe.engine.number
     tensor_parallel = int(number("tensor-parallel-size", 1))
     backend = str(args.get("moe-backend", "auto")).lower()
     shape = Shape(tensor_parallel, int(number("data-parallel-size", 1)), backend)
@@ -204,8 +206,9 @@ def forecast(recipe: Recipe, site: Site, model: ModelConfig | None) -> Forecast 
     if known is None or known.sequences == 0:
         return None
     bench, knee = recipe.bench, known.knee()
-    searched = bench.concurrency == "saturate"
-    listed = (knee,) if bench.concurrency == "saturate" else bench.concurrency
+    asked = (bench.profile_at,) if bench.profile_at else bench.concurrency
+    searched = asked == "saturate"
+    listed = (knee,) if asked == "saturate" else asked
     points = [known.point(each, each * bench.prompts_per_concurrency) for each in listed]
     best = max(points, key=lambda point: point.output_tok_s)
     measured_s = sum(point.duration_s for point in points) * (bench.repeats + SEARCH if searched else bench.repeats)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isambard_serve import __version__, container, image, render, task
+from isambard_serve import __version__, container, image, probetask, render, task
 from isambard_serve.errors import ServeError, UsageError
 from isambard_serve.image import Image
 from isambard_serve.imagecheck import ImageCheck
@@ -20,10 +20,6 @@ from isambard_serve.site import Site
 from isambard_serve.task import TaskPlan
 
 T = TypeVar("T")
-
-KERNELS = ("humming",)
-"""Expert kernels that can be checked for what they compute."""
-
 
 class Known(Record, frozen=True):
     """What is known of an image at a site: ``defined`` here, ``built`` there, and how its last check came out.
@@ -64,7 +60,9 @@ def build(made: Image, site: Site, *, run_id: str, runs_dir: str, python: str, t
                      ("apptainer", "build", "--fakeroot", growing, f"{run_dir}/{recipe_file}"),
                      ("mv", growing, f"{folder}/{made.name}.sif"),
                      ("rm", "-rf", scratch)]
-    commands.append(("cp", f"{run_dir}/image.json", f"{folder}/{made.name}.json"))
+    # What was found of the image that was there before says nothing of this one.
+    commands += [("rm", "-f", *(f"{folder}/{made.name}.{kind}.json" for kind in ("check", "kernels"))),
+                 ("cp", f"{run_dir}/image.json", f"{folder}/{made.name}.json")]
     own = {"APPTAINER_CACHEDIR": scratch, "APPTAINER_TMPDIR": scratch}
     return task.make(f"image-{made.name}", f"builds the image {made.name}", commands, site, run_id=run_id,
                      runs_dir=runs_dir, python=python, time_s=time_s, environment=own,
@@ -78,16 +76,11 @@ def check(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str
         UsageError: the recipe names no image, or the site runs no containers.
     """
     folder, run_dir = _images_dir(site), f"{runs_dir}/{run_id}"
-    variables = {**site.set, **recipe.engine.env}
     commands = [("mkdir", "-p", folder),
-                task.inside(site, recipe, run_dir, "imagecheck", "--out", f"{run_dir}/check.json", variables=variables),
-                ("cp", f"{run_dir}/check.json", f"{folder}/{_stem(container.image(site, recipe))}.check.json")]
-    backend = recipe.engine.args.get("moe-backend")
-    if backend in KERNELS:
-        quantised = recipe.engine.env.get("VLLM_HUMMING_INPUT_QUANT_CONFIG")
-        commands.append(task.inside(
-            site, recipe, run_dir, "kernelcheck", "--backend", str(backend), "--out", f"{run_dir}/kernels.json",
-            *(("--input-quant", quantised) if quantised else ()), variables=variables))
+                task.inside(site, recipe, run_dir, "imagecheck", "--out", f"{run_dir}/check.json",
+                            variables={**site.set, **recipe.engine.env}),
+                ("cp", f"{run_dir}/check.json", container.verdict(site, recipe, "check") or run_dir),
+                *probetask.kernels(recipe, site, run_dir)]
     return task.make(f"check-{recipe.name}", f"tries the image of {recipe.name}", commands, site, run_id=run_id,
                      runs_dir=runs_dir, python=python, time_s=time_s, gpus=1, environment=recipe.engine.env,
                      needs=container.image_need(site, recipe))
@@ -112,11 +105,6 @@ def _read(path: Path, kind: type[T]) -> T | None:
     with contextlib.suppress(OSError, ServeError):
         return read_record(path, kind)
     return None
-
-
-def _stem(image_name: str) -> str:
-    """How the files are named that tell of an image."""
-    return image_name.rsplit("/", 1)[-1].removesuffix(".sif").replace(":", "_").replace("@", "_")
 
 
 def _images_dir(site: Site) -> str:

@@ -159,7 +159,7 @@ def align(torch: Any, routing: Routing, experts: int, tile: int) -> dict[str, An
     }
 
 
-BACKENDS: dict[str, Callable[[Mapping[str, Any]], list[Backend]]] = {
+BACKENDS: dict[str, Callable[[Mapping[str, Any] | None], list[Backend]]] = {
     "humming": lambda input_quant: [Humming(input_quant), Humming(None)],
 }
 """What a recipe can name, and what is checked for it: first itself, then what it is compared with."""

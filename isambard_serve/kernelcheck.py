@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,13 @@ class KernelCheck(Record, frozen=True):
     result: Result
     beside: tuple[Result, ...]
     schema: str = "isambard-serve/kernelcheck/1"
+
+
+def covers(found: KernelCheck, backend: str, input_quant: Mapping[str, Any] | None) -> bool:
+    """Whether ``found`` says that such kernels passed, of whatever shape."""
+    asked = BACKENDS[backend](input_quant)[0]
+    return found.result.passed is True and (found.result.backend, found.result.arithmetic) == (
+        asked.name, asked.arithmetic)
 
 
 # e2m1: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, section 5.3.3).

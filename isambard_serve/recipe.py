@@ -40,6 +40,11 @@ class Engine(Record, frozen=True):
     extra_args: tuple[str, ...] = ()
     overlay: str | None = None
 
+    def number(self, name: str, default: float) -> float:
+        """The argument ``name`` where it is a number, otherwise ``default``."""
+        value = self.args.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
 
 class Expect(Record, frozen=True):
     """What the engine must really run with, on every rank; rows of one that does not are not valid.

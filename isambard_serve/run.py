@@ -36,6 +36,7 @@ FILES = {
     "ceilings.json": "of `submit probe`: what the node's GPUs reach at most",
     "ladder.sbatch": "of a ladder on one node, with its first rung: the job that runs the serve scripts of all",
     "ladder.log": "what that job printed: which rung began when",
+    "kernels.json": "of `submit probe` and `image check`: whether the experts' kernels compute what they should",
     "jobs.json": "what was submitted, written before and after each submission",
     "controller.log": "without Slurm: what the process that runs the rungs printed",
     "serve.log": "what the serve job printed",
@@ -208,6 +209,7 @@ class RunDir:
         self.facts = self.engine / "facts"
         self.inengine = path / "inengine"
         self.ceilings = path / "ceilings.json"
+        self.kernels = path / "kernels.json"
         self.intask = path / "intask"
         self.points = path / "points"
         self.client = path / "inclient" / "bench_client.py"

@@ -95,12 +95,14 @@ def make(name: str, description: str, commands: Sequence[Sequence[str]], site: S
 
 def inside(site: Site, recipe: Recipe, run_dir: str, module: str, *words: str,
            variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The command that runs a ``module`` of this package in the recipe's container, with the engine's interpreter.
+    """The command that runs a ``module`` of this package in the recipe's container, with the engine's interpreter
+    and its overlay.
 
     What the module needs beside Python itself must come with vLLM, as msgspec does.
     """
+    path = ":".join([f"{run_dir}/intask", *([recipe.engine.overlay] if recipe.engine.overlay else [])])
     return (*container.words(site, recipe, role="command", run_dir=run_dir, variables=variables),
-            "env", f"PYTHONPATH={run_dir}/intask", container.python(site), "-m", f"isambard_serve.{module}", *words)
+            "env", f"PYTHONPATH={path}", container.python(site), "-m", f"isambard_serve.{module}", *words)
 
 
 def install(run: RunDir) -> None:

@@ -135,8 +135,10 @@ class RelayedRecipes(Relayed):
         from isambard_serve import recipe
 
         names = ctx.params["names"]
-        if not names or names == ("-",):
-            return words_of(ctx), sys.stdin.buffer.readline() if names else b""
+        if names in ((), options.PROBE):
+            return words_of(ctx), b""
+        if names == ("-",):
+            return words_of(ctx), sys.stdin.buffer.readline()
         recipes = options.load_recipes(names, ctx.params["assignments"], ctx.params["time_limit"])
         ctx.params["names"] = ("-",)
         return words_of(ctx, without=("assignments", "time_limit")), recipe.packed(recipes)

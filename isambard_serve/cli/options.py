@@ -41,6 +41,9 @@ placement = click.option("--placement", type=click.Choice(["dependent", "inside"
                          help="Who measures: a job of its own that depends on the serve job, or the serve job itself. "
                               "Otherwise as the site says.")
 run = click.argument("name", metavar="JOBID")
+
+PROBE = ("probe",)
+"""Instead of recipes: the task that measures a node."""
 wait_for_task = click.option("--wait", is_flag=True, help="Wait until it has ended, and show what it prints meanwhile. "
                              "Stopping to wait (Ctrl-C) does not stop it.")
 

@@ -9,11 +9,14 @@ import click
 from isambard_serve.cli import elsewhere, options
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from isambard_serve.plan import Plan
     from isambard_serve.recipe import Recipe
     from isambard_serve.records import Run, State
     from isambard_serve.run import RunDir
     from isambard_serve.site import Site
+    from isambard_serve.task import TaskPlan
 
 
 @click.command(cls=elsewhere.RelayedRecipes)
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
               "of steady decode at this concurrency with the engine's profiler, for `trace`.")
 @click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
               "that are valid already. Instead of RECIPE.")
+@click.option("--image-of", metavar="RECIPE", default="dp4-humming", show_default=True,
+              shell_complete=options.recipe_names, help="Of `submit probe`: in whose image, and whose kernels.")
 @click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
 @click.option("--wait", is_flag=True, help="Wait until all has ended (with --serve: until it is ready), and say "
               "how it goes. Stopping to wait (Ctrl-C) does not stop the run.")
@@ -41,7 +46,8 @@ if TYPE_CHECKING:
 @options.as_json
 def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, ...], time_limit: str | None,
            placement: str | None, for_people: bool, no_numa_bind: bool, same_node: bool, profile_at: int | None,
-           resume: str | None, max_node_hours: float | None, wait: bool, dry_run: bool, as_json: bool) -> None:
+           resume: str | None, image_of: str, max_node_hours: float | None, wait: bool, dry_run: bool,
+           as_json: bool) -> None:
     """Serve RECIPE and measure it: one job holds the GPUs and serves, a second one measures.
 
     The GPUs are given back as soon as the last point is measured. You need not stay: the jobs do all by
@@ -49,6 +55,8 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
 
     Several recipes are the rungs of a ladder: they run one after another, and are compared with the first. Each has
     jobs of its own, unless --same-node puts them all into one.
+
+    `submit probe` serves nothing: one job measures what a node reaches at most, and checks the experts' kernels.
     """
     import msgspec
 
@@ -56,6 +64,11 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     from isambard_serve import status as statuses
 
     site = options.choose_site(site_name, placement=placement)
+    if names == options.PROBE:
+        task = _probe(image_of, site, assignments, time_limit or "30m")
+        _check_cost([task], max_node_hours)
+        _submit_task(task, site, wait=wait, dry_run=dry_run, as_json=as_json)
+        return
     if no_numa_bind:
         assignments = (*assignments, "engine.args.numa-bind=false")
     if profile_at:
@@ -65,6 +78,7 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     if same_node:
         ladder.check(plans, placement)
     _check_cost(plans, max_node_hours)
+    _warn(recipes, site)
     if dry_run:
         _show(plans, recipes, site, as_json=as_json)
         return
@@ -134,7 +148,40 @@ def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], t
     return plans, recipes
 
 
-def _check_cost(plans: list[Plan], max_node_hours: float | None) -> None:
+def _warn(recipes: list[Recipe], site: Site) -> None:
+    """Says whose experts' kernels nobody has checked."""
+    from isambard_serve import probetask
+
+    for recipe in recipes:
+        if why := probetask.unchecked(recipe, site):
+            options.say(f"warning: {recipe.name}: {why}")
+
+
+def _probe(image_of: str, site: Site, assignments: tuple[str, ...], time_limit: str) -> TaskPlan:
+    """The plan of `submit probe`."""
+    import sys
+
+    from isambard_serve import probetask, recipe, run
+    from isambard_serve.errors import UsageError
+
+    given = click.get_current_context().params
+    if any(given[name] for name in ("placement", "for_people", "no_numa_bind", "same_node", "profile_at", "resume")):
+        raise UsageError("a probe serves nothing", where="submit probe", remedy="give it --image-of, --set or --time")
+    return probetask.plan(options.load_recipe(image_of, assignments, None), site, run_id=run.new_id("probe"),
+                          runs_dir=site.runs_dir, python=sys.executable, time_s=recipe.seconds(time_limit, "--time"))
+
+
+def _submit_task(plan: TaskPlan, site: Site, *, wait: bool, dry_run: bool, as_json: bool) -> None:
+    from isambard_serve import launch, records, task
+
+    if dry_run:
+        launch.check_needs(plan.needs)
+        click.echo(records.document("task", plan=plan) if as_json else task.script(plan), nl=as_json)
+    else:
+        options.submit_task(plan, site, wait=wait, as_json=as_json)
+
+
+def _check_cost(plans: Sequence[Plan | TaskPlan], max_node_hours: float | None) -> None:
     from isambard_serve.errors import ServeError
 
     total = sum(plan.cost for plan in plans)

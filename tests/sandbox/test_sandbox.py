@@ -17,25 +17,6 @@ from tests.support.waiting import wait_until
 QUICK = ("--set", "bench.concurrency=[64, 128]")
 
 
-def test_the_published_ladder_comes_out_in_its_order_and_near_its_ratios(newcomer: Newcomer) -> None:
-    rungs = newcomer.starts("tp4", "dp4", "dp4-humming")
-    for rung in rungs:
-        assert newcomer.waits_for(rung, "done", "failed", timeout_s=90)["state"] == "done"
-    collected = newcomer.asks("collect", "--ladder", "latest")
-    assert collected["simulated"]
-    assert all(run["simulated"] for run in collected["runs"])
-    assert all(row["valid"] and row["time_scale"] > 1 for row in collected["rows"])
-    # Searched, not listed: the article's concurrency is found where the KV cache is full.
-    assert "knee at concurrency" in collected["runs"][1]["reason"]
-    assert max(row["concurrency"] for row in collected["rows"]) == pytest.approx(2752, rel=0.05)
-    tp4, dp4, humming = (max(row["output_tok_s"] for row in collected["rows"] if row["run_id"] == rung)
-                         for rung in rungs)
-    # The article's ratios: 2.2 and 1.4.
-    assert dp4 / tp4 == pytest.approx(2.2, rel=0.25)
-    assert humming / dp4 == pytest.approx(1.4, rel=0.25)
-    assert "simulated" in newcomer.does("collect", "--ladder", "latest").stdout
-
-
 def test_status_logs_and_collect_take_the_local_job_ids(newcomer: Newcomer) -> None:
     (run_id,) = newcomer.starts("dp4", *QUICK)
     job = newcomer.waits_for(run_id, "done")["jobs"]["serve"]

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from isambard_serve import probe
 from isambard_serve.ceilings import Ceilings, Gpu, Matmul
-from isambard_serve.cli import main
+from isambard_serve.cli import main, options
 from isambard_serve.run import RunDir
-from tests.unit.helpers import PRETEND
+from isambard_serve.slurm import Slurm
+from tests.unit.helpers import PRETEND, FakeSlurm
 
 Write = Callable[[str, str], Path]
 RUN = "20261129-181258-probe-3f2a"
@@ -92,3 +93,48 @@ def test_a_machine_of_no_site_compares_with_nothing_and_says_so(
     assert result.exit_code == 0, result.output
     assert "note: compared with nothing" in result.stderr
     assert CliRunner().invoke(main, ["probe", str(record), "--site", "nowhere"]).exit_code == 2
+
+
+@pytest.fixture
+def gpus(user_file: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A site whose engine runs in a container, with the recipe's image in its place."""
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "vllm-0.33.sif").touch()
+    user_file("sites/plain.yaml", PRETEND.read_text().replace("/shared/runs", str(tmp_path / "runs")))
+    user_file("sites/gpus.yaml", f"extends: plain\ncontainer: {{runtime: apptainer, images_dir: {images}}}\n")
+    user_file("config.yaml", "site: gpus")
+    fake = FakeSlurm()
+    monkeypatch.setattr(options, "open_slurm", lambda site: Slurm({}, fake))
+    return fake
+
+
+def test_submit_probe_sends_one_job_that_measures_a_node(gpus: FakeSlurm, tmp_path: Path) -> None:
+    script = CliRunner().invoke(main, ["submit", "probe", "--dry-run"])
+    assert script.exit_code == 0, script.output
+    assert "isambard_serve.probe --out" in script.stdout
+    assert "isambard_serve.kernelcheck --out" in script.stdout
+    assert gpus.calls == []
+    result = CliRunner().invoke(main, ["submit", "probe", "--time", "20m", "--json"])
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["recipe"] == "probe"
+    assert [call[0] for call in gpus.calls] == ["sbatch"]
+
+
+@pytest.mark.parametrize(("words", "code", "why"), [
+    (("--serve",), 2, "a probe serves nothing"), (("--max-node-hours", "0.1"), 1, "may cost"),
+    (("--image-of", "nothing"), 2, "nothing")])
+@pytest.mark.usefixtures("gpus")
+def test_what_a_probe_cannot_do_is_refused(words: tuple[str, ...], code: int, why: str) -> None:
+    result = CliRunner().invoke(main, ["submit", "probe", *words])
+    assert result.exit_code == code
+    assert why in result.stderr
+
+
+@pytest.mark.usefixtures("gpus")
+def test_submit_warns_of_kernels_that_nobody_has_checked() -> None:
+    result = CliRunner().invoke(main, ["submit", "dp4-humming", "dp4", "--dry-run"])
+    assert [line for line in result.stderr.splitlines() if "warning" in line] == [
+        "warning: dp4-humming: the humming kernels of vllm-0.33 have not passed a check here, and wrong "
+        "ones are no slower: isambard-serve image check dp4-humming"]

@@ -42,6 +42,7 @@ def test_podman_builds_migrates_and_notes_what_was_built() -> None:
         "podman-hpc build --network=host --tag=localhost/isambard-serve/mine "
         f"--file={RUN_DIR}/Containerfile {RUN_DIR}",
         "podman-hpc migrate localhost/isambard-serve/mine",
+        "rm -f /scratch/images/mine.check.json /scratch/images/mine.kernels.json",
         f"cp {RUN_DIR}/image.json /scratch/images/mine.json"]
     assert plan.files["Containerfile"].splitlines()[2] == f"FROM vllm/vllm-openai@{DIGEST}"
     assert msgspec.json.decode(plan.files["image.json"], type=Image) == MINE
@@ -54,6 +55,7 @@ def test_apptainer_builds_beside_the_image_that_may_be_in_use_and_unpacks_in_mem
         "mkdir -p /scratch/images", f"mkdir -p {scratch}",
         f"apptainer build --fakeroot /scratch/images/.mine.{RUN_ID}.sif {RUN_DIR}/image.def",
         f"mv /scratch/images/.mine.{RUN_ID}.sif /scratch/images/mine.sif", f"rm -rf {scratch}",
+        "rm -f /scratch/images/mine.check.json /scratch/images/mine.kernels.json",
         f"cp {RUN_DIR}/image.json /scratch/images/mine.json"]
     assert (plan.environment["APPTAINER_CACHEDIR"], plan.environment["APPTAINER_TMPDIR"]) == (scratch, scratch)
     assert "Bootstrap: docker" in plan.files["image.def"]
@@ -95,9 +97,11 @@ def test_an_image_is_tried_in_itself_with_the_recipes_variables_and_the_result_i
 
 def test_expert_kernels_are_checked_as_the_recipe_uses_them() -> None:
     plan = imagetask.check(loaded("dp4-humming"), a_site("apptainer"), **GIVEN)
-    assert plan.commands[-1][-7:] == (
-        "isambard_serve.kernelcheck", "--backend", "humming", "--out", f"{RUN_DIR}/kernels.json", "--input-quant",
-        '{"dtype":"float8e4m3","input_scale_group_size":128}')
+    check = plan.commands[-2]
+    assert check[check.index("isambard_serve.kernelcheck"):] == (
+        "isambard_serve.kernelcheck", "--out", f"{RUN_DIR}/kernels.json", "--backend", "humming", "--input-quant",
+        '{"dtype":"float8e4m3","input_scale_group_size":128}', "--experts=256", "--ranks=4", "--top-k=6",
+        "--hidden=4096", "--intermediate=2048")
     assert not [line for line in words(imagetask.check(loaded("tp4"), a_site("apptainer"), **GIVEN))
                 if "kernelcheck" in line]
 

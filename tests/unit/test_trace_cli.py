@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from isambard_serve import recipe as recipes
 from isambard_serve.cli import main
-from isambard_serve.run import RunDir
+from isambard_serve.run import RunDir, write_whole
 from tests.unit import traces
-from tests.unit.helpers import HERE, PRETEND, RUN_ID, small_plan, written_run
+from tests.unit.helpers import HERE, PRETEND, RUN_ID, loaded, small_plan, written_run
 
 Write = Callable[[str, str], Path]
 
@@ -149,6 +150,36 @@ def test_a_run_is_found_at_the_site_and_before_that_where_it_was_collected(
         traces.write(place.profile / "rank0.json", traces.steps(steps))
         assert document(RUN_ID)["steps"] == steps
     assert document(run.path)["steps"] == 4
+
+
+def profiled(folder: Path, *assignments: str, site: str = "isambard-ai") -> Path:
+    """A profiled run of ``dp4-humming``."""
+    run = RunDir(folder)
+    run.profile.mkdir(parents=True)
+    traces.write(run.profile / "rank0.json", traces.steps(4))
+    write_whole(run.lock, recipes.locked(loaded("dp4-humming", *assignments)))
+    write_whole(run.plan, json.dumps({"recipe": "dp4-humming", "site": site, "scheduler": "slurm", "simulated": False,
+                                      "gpus": 4, "node_gpus": 4, "poll_interval_s": 60, "ladder": []}))
+    return folder
+
+
+def test_beside_a_runs_buckets_stands_the_least_that_the_roofline_has_for_them(tmp_path: Path) -> None:
+    run = profiled(tmp_path / "run", "bench.profile_at=2048")
+    least = {bucket["name"]: bucket["floor_ms"] for bucket in document(run)["buckets"]}
+    # The article's picture of this step has about 3 ms for comms at wire rate.
+    assert 2 < least["comms"] < 3.5
+    assert least["MoE GEMM"] > least["attention"] > 0
+    assert least["idle"] is None
+    assert "is reckoned from the site's ceilings, not measured" in typed(run)[1]
+
+
+@pytest.mark.parametrize(("assignment", "site"), [
+    ("bench.profile_at=null", "isambard-ai"), ("model=them/theirs", "isambard-ai"), ("bench.profile_at=8", "nowhere")])
+def test_where_the_least_is_not_known_it_is_left_open(assignment: str, site: str, tmp_path: Path) -> None:
+    run = profiled(tmp_path / "run", "bench.profile_at=2048", assignment, site=site)
+    assert {bucket["floor_ms"] for bucket in document(run)["buckets"]} == {None}
+    several = document(run, profiled(tmp_path / "other", "bench.profile_at=2048"))
+    assert {bucket["floor_ms"] for bucket in several["buckets"]} == {None}
 
 
 @pytest.mark.parametrize("name", ["nowhere.json", "20261129-181258-other-3f2a", "latest"])
