@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @click.option("--buckets", "table", metavar="FILE", type=click.Path(path_type=Path),
               help="A YAML file of more buckets, or of more patterns for those there are; tried first.")
 @click.option("--floors", metavar="FILE", type=click.Path(path_type=Path),
-              help="A JSON file of the least that each bucket can take, in ms: {\"attention\": 1.2}; instead of what is "
-                   "reckoned of a run.")
+              help="A JSON file of the least that each bucket can take, in ms: {\"attention\": 1.2}; instead of what "
+                   "is reckoned of a run.")
 @click.option("--plot", metavar="FILE", type=click.Path(path_type=Path),
               help="Also draw it: what each bucket takes in grey, and the least that it could take in solid.")
 @options.as_json
