@@ -143,8 +143,8 @@ def test_what_cannot_be_led_to_is_said_with_its_remedy(laptop: Laptop, installed
     late = does(laptop, "tunnel", loading["run_id"], check=False)
     assert late.returncode == 1
     assert "has ended: cancelled" in late.stderr
-    slow = ("--set", "bench.concurrency=[64]", "--set", "engine.extra_args=[--sim-time-scale, '1']")
-    (benchmark,) = asks(laptop, "submit", "dp4", *slow)["runs"]
+    long = ("--set", "bench.concurrency=[64]", "--set", "bench.prompts_per_concurrency=200")
+    (benchmark,) = asks(laptop, "submit", "dp4", *long)["runs"]
     waits(laptop, benchmark["run_id"], "ready", "measuring")
     refused = does(laptop, "tunnel", benchmark["run_id"], check=False)
     assert refused.returncode == 2
