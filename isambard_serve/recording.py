@@ -52,7 +52,7 @@ def take(loop: Loop, engine: EngineClient, wanted: Profile) -> str:
                              remedy=f"the load generator's words are in {log}")
         try:
             engine.start_profile()
-            watch.until(lambda samples: _steps(samples) >= wanted.steps, STEPS_S)
+            whole = watch.until(lambda samples: _steps(samples) >= wanted.steps, STEPS_S)
             engine.stop_profile()
         except EngineUnreachableError as error:
             raise ServeError(f"{what}: the engine's profiler did not record: {error}",
@@ -60,7 +60,8 @@ def take(loop: Loop, engine: EngineClient, wanted: Profile) -> str:
     traces = [path.name for path in run.profile.iterdir() if path.name.endswith((".json", ".json.gz"))]
     if not traces:
         raise ServeError(f"{what}: the engine wrote no trace", where=str(run.profile))
-    return f"{wanted.steps} steps at concurrency {wanted.concurrency} recorded: {len(traces)} traces"
+    steps = f"{wanted.steps} steps" if whole else f"fewer than {wanted.steps} steps"
+    return f"{steps} at concurrency {wanted.concurrency} recorded: {len(traces)} traces"
 
 
 class _Watch:

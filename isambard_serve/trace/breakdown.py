@@ -45,7 +45,9 @@ def of_files(paths: Sequence[Path], table: Table, tell: Callable[[str], None]) -
         tell(f"read {path.name}" + ("" if ranks else ": no GPU kernels in it"))
         return ranks
 
-    processes = min(len(paths), len(os.sched_getaffinity(0)))
+    # Not every laptop's system knows which cores a process may use.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(len(paths), cores)
     work = partial(of_file, table=table)
     if processes > 1:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:

@@ -197,7 +197,8 @@ def _keep(events: list[_Event], recording: Recording, names: dict[str, int], pat
     gpus = recording.gpus
     for event in events:
         category, args = event.cat, event.args
-        if category in _ON_GPU and args:
+        if category in _ON_GPU:
+            args = args or _Args()
             kernels = gpus.get(args.device) or gpus.setdefault(args.device, Kernels())
             kernels.start.append(event.ts)
             kernels.duration.append(event.dur)

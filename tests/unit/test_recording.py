@@ -156,7 +156,7 @@ def test_a_load_that_ends_too_soon_is_no_profile(loop: Loop, engine: Engine, sen
 def test_a_profiler_that_does_not_know_when_to_stop_is_stopped(
         loop: Loop, engine: Engine, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "STEPS_S", 0.0)
-    taken(loop, engine)
+    assert taken(loop, engine) == "fewer than 5 steps at concurrency 8 recorded: 1 traces"
     assert [word for word, _ in engine.told] == ["start", "stop"]
 
 

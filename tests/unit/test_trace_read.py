@@ -75,6 +75,11 @@ def test_all_kernels_are_read_whatever_the_names_the_layout_and_the_blocks(
             if begin in marks}
 
 
+def test_a_kernel_that_tells_nothing_but_its_time_is_the_first_gpus(tmp_path: Path) -> None:
+    bare = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "dur": 2.0}
+    assert kept(read(traces.write(tmp_path / "t.json", [bare]))) == [(0, "k", 1.0, 2.0, 0, -1)]
+
+
 def test_what_stands_before_the_events_tells_the_rank_and_the_gpu(tmp_path: Path) -> None:
     head = {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "distributedInfo": {"backend": "nccl", "rank": 3}}
     told = read(traces.write(tmp_path / "t.json", [], **head))
