@@ -89,9 +89,9 @@ def test_rungs_in_one_job_run_on_one_node_each_as_a_run_of_its_own(simulating: P
     (job,) = {simulating.run_of(rung)["jobs"]["serve"] for rung in rungs}
     assert [queued.job_id for queued in simulating.cluster.queue()] == [job]
     simulating.asks("cancel", rungs[1])
-    assert "waits for its turn" in simulating.waits_for(rungs[3], "submitted")["reason"]
     # The first dies, the second never starts, the third is cancelled while it runs.
     simulating.waits_for(rungs[0], "measuring")
+    simulating.cluster.wait_until(lambda: "its job runs" in str(simulating.run_of(rungs[3])["reason"]), 30, "its word")
     simulating.engine_of(rungs[0])[0].kill()
     assert simulating.waits_for(rungs[0], "failed", timeout_s=60)
     simulating.waits_for(rungs[2], "loading", "ready", "measuring", timeout_s=60)
