@@ -41,7 +41,7 @@ class Image(Record, frozen=True):
 
     @property
     def pinned(self) -> str:
-        """The base by its content.
+        """The base by its content, with its registry: podman takes none for granted.
 
         Raises:
             UsageError: it has no digest yet.
@@ -49,7 +49,8 @@ class Image(Record, frozen=True):
         if self.digest is None:
             raise UsageError(f"{self.base} may be another image tomorrow: it has no digest",
                              where=f"image {self.name}: digest", remedy=f"isambard-serve image resolve {self.name}")
-        return f"{untagged(self.base)}@{self.digest}"
+        registry, repository, _ = parts(self.base)
+        return f"{registry}/{repository}@{self.digest}"
 
     @property
     def requirements(self) -> tuple[str, ...]:
@@ -60,10 +61,13 @@ class Image(Record, frozen=True):
         return (*self.pip, f"humming-kernels{joint}{self.humming}")
 
 
-def untagged(reference: str) -> str:
-    """``reference`` without its tag."""
-    folder, slash, name = reference.rpartition("/")
-    return f"{folder}{slash}{name.partition(':')[0]}"
+def parts(reference: str) -> tuple[str, str, str]:
+    """Registry, repository and tag of ``reference``, with what docker takes for granted filled in."""
+    name, _, tag = reference.rpartition(":") if ":" in reference.rpartition("/")[2] else (reference, "", "latest")
+    host, slash, rest = name.partition("/")
+    if slash and ("." in host or ":" in host or host == "localhost"):
+        return host, rest, tag
+    return "docker.io", name if slash else f"library/{name}", tag
 
 
 def folders() -> list[Path]:

@@ -21,6 +21,9 @@ from isambard_serve.task import TaskPlan
 
 T = TypeVar("T")
 
+_MIGRATED = """podman-hpc images --format '{{.ReadOnly}}' "$1" | grep --quiet true"""
+
+
 class Known(Record, frozen=True):
     """What is known of an image at a site: ``defined`` here, ``built`` there, and how its last check came out.
 
@@ -52,8 +55,9 @@ def build(made: Image, site: Site, *, run_id: str, runs_dir: str, python: str, t
         tag = f"localhost/isambard-serve/{made.name}"
         commands += [("podman-hpc", "build", "--network=host", f"--tag={tag}", f"--file={run_dir}/{recipe_file}",
                       run_dir),
-                     # Onto the shared file system: what was built is on this node alone.
-                     ("podman-hpc", "migrate", tag)]
+                     # Onto the shared file system: what was built is on this node alone. migrate's exit code is 0
+                     # whatever comes of it; an image that it has put there is listed as read-only.
+                     ("podman-hpc", "migrate", tag), ("sh", "-c", _MIGRATED, "sh", tag)]
     else:
         growing = f"{folder}/.{made.name}.{run_id}.sif"
         commands += [("mkdir", "-p", scratch),

@@ -14,21 +14,16 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
+from isambard_serve import image
 from isambard_serve.errors import HostError, UsageError
 
 TIMEOUT_S = 30.0
 
+_HOSTS = {"docker.io": "registry-1.docker.io"}
+"""Where a registry answers, if not under its name."""
+
 _INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 _MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
-
-
-def parts(reference: str) -> tuple[str, str, str]:
-    """Registry, repository and tag of ``reference``, with what docker takes for granted filled in."""
-    name, _, tag = reference.rpartition(":") if ":" in reference.rpartition("/")[2] else (reference, "", "latest")
-    host, slash, rest = name.partition("/")
-    if not slash or not ("." in host or ":" in host or host == "localhost"):
-        return "registry-1.docker.io", name if slash else f"library/{name}", tag
-    return ("registry-1.docker.io" if host == "docker.io" else host), rest, tag
 
 
 def digest(reference: str, platform: str) -> str:
@@ -38,8 +33,8 @@ def digest(reference: str, platform: str) -> str:
         UsageError: there is no such image, or none for that platform.
         HostError: the registry cannot be reached, or refuses.
     """
-    host, repository, tag = parts(reference)
-    registry = _Registry(host, repository, reference)
+    host, repository, tag = image.parts(reference)
+    registry = _Registry(_HOSTS.get(host, host), repository, reference)
     kind, body = registry.get(f"manifests/{tag}", _INDEXES + _MANIFESTS)
     described = json.loads(body)
     if kind in _INDEXES:

@@ -35,7 +35,7 @@ def test_a_digest_goes_into_the_users_own_definition_in_its_place(write: Write) 
     path = write("here/images/mine.yaml", f"# mine\n{OWN}apt: [numactl]\n")
     assert image.write_digest("mine", DIGEST) == path
     assert path.read_text() == f"# mine\n{OWN}apt: [numactl]\ndigest: {DIGEST}\n"
-    assert image.load("mine").pinned == f"vllm/vllm-openai@{DIGEST}"
+    assert image.load("mine").pinned == f"docker.io/vllm/vllm-openai@{DIGEST}"
     other = DIGEST.replace("0", "1")
     image.write_digest("mine", other)
     assert path.read_text() == f"# mine\n{OWN}apt: [numactl]\ndigest: {other}\n"
@@ -46,15 +46,21 @@ def test_a_shipped_definition_is_extended_by_one_of_the_users(tmp_path: Path) ->
     assert path == tmp_path / "home/config/isambard-serve/images/vllm-0.33.yaml"
     assert path.read_text() == f"extends: vllm-0.33\ndigest: {DIGEST}\n"
     loaded = image.load("vllm-0.33")
-    assert loaded.pinned == f"vllm/vllm-openai@{DIGEST}"
+    assert loaded.pinned == f"docker.io/vllm/vllm-openai@{DIGEST}"
     assert "numactl" in loaded.apt
     assert image.write_digest("vllm-0.33", DIGEST) == path
 
 
-@pytest.mark.parametrize(("reference", "name"), [
-    ("a/b:tag", "a/b"), ("registry:5000/a/b:tag", "registry:5000/a/b"), ("registry:5000/a", "registry:5000/a")])
-def test_a_tag_is_told_from_a_port(reference: str, name: str) -> None:
-    assert image.untagged(reference) == name
+@pytest.mark.parametrize(("reference", "parts"), [
+    ("vllm/vllm-openai:v1", ("docker.io", "vllm/vllm-openai", "v1")),
+    ("docker.io/vllm/vllm-openai", ("docker.io", "vllm/vllm-openai", "latest")),
+    ("ubuntu:24.04", ("docker.io", "library/ubuntu", "24.04")),
+    ("nvcr.io/nvidia/vllm:25.05", ("nvcr.io", "nvidia/vllm", "25.05")),
+    ("localhost:5000/a:1", ("localhost:5000", "a", "1")),
+    ("localhost:5000/a", ("localhost:5000", "a", "latest")),
+])
+def test_a_reference_names_a_registry_a_repository_and_a_tag(reference: str, parts: tuple[str, str, str]) -> None:
+    assert image.parts(reference) == parts
 
 
 @pytest.mark.parametrize(("line", "key"), [
@@ -91,7 +97,7 @@ def test_a_containerfile_is_the_base_by_its_content_and_one_layer_for_each_addit
     assert render.text("Containerfile", image=FULL, version="0.0.0") == f"""\
 # Image full: all that there is.
 # vllm/vllm-openai:v0.33.0 by its content, and what the recipes want besides. Written by isambard-serve 0.0.0.
-FROM vllm/vllm-openai@{DIGEST}
+FROM docker.io/vllm/vllm-openai@{DIGEST}
 
 RUN apt-get update \\
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends numactl git \\
@@ -107,7 +113,7 @@ def test_an_apptainer_definition_says_the_same() -> None:
 # Image full: all that there is.
 # vllm/vllm-openai:v0.33.0 by its content, and what the recipes want besides. Written by isambard-serve 0.0.0.
 Bootstrap: docker
-From: vllm/vllm-openai@{DIGEST}
+From: docker.io/vllm/vllm-openai@{DIGEST}
 
 %post
     set -eu
@@ -122,4 +128,4 @@ From: vllm/vllm-openai@{DIGEST}
 def test_nothing_is_added_to_an_image_that_wants_nothing() -> None:
     plain = image.Image(name="plain", description="d", base="a/b:c", digest=DIGEST)
     lines = render.text("Containerfile", image=plain, version="0").splitlines()
-    assert [line for line in lines if not line.startswith("#")] == [f"FROM a/b@{DIGEST}"]
+    assert [line for line in lines if not line.startswith("#")] == [f"FROM docker.io/a/b@{DIGEST}"]

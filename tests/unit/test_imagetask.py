@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from isambard_serve.run import RunDir
 from isambard_serve.site import Site
 from isambard_serve.slurm import Slurm
 from isambard_serve.task import TaskPlan
-from tests.unit.helpers import RUN_ID, FakeSlurm, loaded, pretend_site, small_recipe
+from tests.unit.helpers import RUN_ID, FakeSlurm, Stubs, loaded, pretend_site, small_recipe
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 MINE = Image(name="mine", description="my own", base="vllm/vllm-openai:v0.33.0", digest=DIGEST, apt=("numactl",))
@@ -42,10 +43,19 @@ def test_podman_builds_migrates_and_notes_what_was_built() -> None:
         "podman-hpc build --network=host --tag=localhost/isambard-serve/mine "
         f"--file={RUN_DIR}/Containerfile {RUN_DIR}",
         "podman-hpc migrate localhost/isambard-serve/mine",
+        """sh -c podman-hpc images --format '{{.ReadOnly}}' "$1" | grep --quiet true sh localhost/isambard-serve/mine""",
         "rm -f /scratch/images/mine.check.json /scratch/images/mine.kernels.json",
         f"cp {RUN_DIR}/image.json /scratch/images/mine.json"]
-    assert plan.files["Containerfile"].splitlines()[2] == f"FROM vllm/vllm-openai@{DIGEST}"
+    assert plan.files["Containerfile"].splitlines()[2] == f"FROM docker.io/vllm/vllm-openai@{DIGEST}"
     assert msgspec.json.decode(plan.files["image.json"], type=Image) == MINE
+
+
+@pytest.mark.parametrize(("listed", "code"), [("false\ntrue\n", 0), ("false\n", 1), ("", 1)])
+def test_an_image_that_was_not_migrated_is_not_taken_for_built(stubs: Stubs, listed: str, code: int) -> None:
+    stubs.add("podman-hpc", f"[ \"$*\" = \"images --format {{{{.ReadOnly}}}} localhost/isambard-serve/mine\" ] && "
+                            f"printf '{listed}'")
+    (check,) = [each for each in imagetask.build(MINE, a_site("podman-hpc"), **GIVEN).commands if each[0] == "sh"]
+    assert subprocess.run(check, check=False).returncode == code
 
 
 def test_apptainer_builds_beside_the_image_that_may_be_in_use_and_unpacks_in_memory() -> None:

@@ -76,18 +76,6 @@ def handler() -> Iterator[Any]:
     thread.join()
 
 
-@pytest.mark.parametrize(("reference", "parts"), [
-    ("vllm/vllm-openai:v1", ("registry-1.docker.io", "vllm/vllm-openai", "v1")),
-    ("docker.io/vllm/vllm-openai", ("registry-1.docker.io", "vllm/vllm-openai", "latest")),
-    ("ubuntu:24.04", ("registry-1.docker.io", "library/ubuntu", "24.04")),
-    ("nvcr.io/nvidia/vllm:25.05", ("nvcr.io", "nvidia/vllm", "25.05")),
-    ("localhost:5000/a:1", ("localhost:5000", "a", "1")),
-    ("localhost:5000/a", ("localhost:5000", "a", "latest")),
-])
-def test_a_reference_names_a_registry_a_repository_and_a_tag(reference: str, parts: tuple[str, str, str]) -> None:
-    assert registry.parts(reference) == parts
-
-
 def test_of_an_image_for_several_platforms_the_one_that_was_asked_for_is_taken(handler: Any) -> None:
     assert registry.digest(f"{handler.at}/a/b:index", "linux/arm64") == ARM
     assert registry.digest(f"{handler.at}/a/b:index", "linux/amd64") == AMD
