@@ -28,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 
+from isambard_serve import remote
 from isambard_serve.run import RunDir
 from tests.ssh.world import JUMP, Laptop, World
 from tests.support import packages, users
@@ -37,6 +38,7 @@ from tests.unit.helpers import PRETEND, SAMPLES, pretend_site, small_plan, some_
 MIB = 1 << 20
 PORT = 2222
 CUT_OFF = 20
+TOOLS = ("collect", "scp -r", "rsync -a")
 
 
 def incompressible(run: RunDir, scale: float) -> None:
@@ -104,10 +106,15 @@ class Bench:
     def __init__(self, world: World, folder: Path) -> None:
         self.world = world
         self.laptop = Laptop.unpacked(world, folder / "laptop")
-        self.out = folder / "out"
+        self._out = folder / "out"
         self._commands = install(folder / "installed")
         self._runs = world.home / "runs"
-        (world.home / ".bash_profile").write_text(f"PATH={self._commands}:$PATH\n")
+        # What `deploy` would make.
+        version = subprocess.run([self._commands / "python", "-c", "from isambard_serve import remote; "
+                                  "print(remote.version())"], check=True, capture_output=True, text=True)
+        deployed = world.home / remote.VERSIONS / version.stdout.strip()
+        deployed.mkdir(parents=True)
+        (deployed / "bin").symlink_to(self._commands)
         settings = world.home / ".config" / "isambard-serve"
         (settings / "sites").mkdir(parents=True)
         site = PRETEND.read_text().replace("scheduler: slurm\npartition: batch", "scheduler: local")
@@ -139,16 +146,17 @@ class Bench:
             self.laptop.known_hosts.write_text(f"[{address}]:{port} {key}\n")
             yield
 
-    def commands(self, run: RunDir) -> dict[str, list[str | Path]]:
-        """What each tool is typed as."""
+    def command(self, tool: str, run: RunDir, out: Path) -> list[str | Path]:
+        """What a tool is typed as that fetches ``run`` into ``out``."""
         there = f"bench:{run.path}"
-        return {
-            "collect": [self._commands / "isambard-serve", "collect", run.run_id, "--host", "bench", "-o", self.out],
-            "scp -r": ["scp", "-q", "-F", self.laptop.folder / "ssh_config", "-r", there, self.out],
-            "rsync -a": ["rsync", "-a", there, self.out],
+        commands: dict[str, list[str | Path]] = {
+            "collect": [self._commands / "isambard-serve", "collect", run.run_id, "--host", "bench", "-o", out],
+            "scp -r": ["scp", "-q", "-F", self.laptop.folder / "ssh_config", "-r", there, out],
+            "rsync -a": ["rsync", "-a", there, out],
         }
+        return commands[tool]
 
-    def timed(self, command: list[str | Path], limit_s: float) -> float:
+    def timed(self, command: list[str | Path], limit_s: float = 3600.0) -> float:
         """How long ``command`` takes, in seconds; ``limit_s`` if it is stopped after that."""
         os.sync()  # what was written before is no burden of this one
         began = time.perf_counter()
@@ -156,10 +164,14 @@ class Bench:
             self.laptop.run(command, timeout=limit_s)
         return min(time.perf_counter() - began, limit_s)
 
+    def new_folder(self) -> Path:
+        """A new folder. The old ones stay: ext4 is slow to use the inodes again of files that were just deleted."""
+        self._out.mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=self._out))
+
     def clear(self) -> None:
-        """Empties the folder that everything is fetched to."""
-        shutil.rmtree(self.out, ignore_errors=True)
-        self.out.mkdir()
+        """Deletes what was fetched."""
+        shutil.rmtree(self._out, ignore_errors=True)
 
 
 def differing(here: Path, there: Path) -> list[str]:
@@ -171,31 +183,30 @@ def differing(here: Path, there: Path) -> list[str]:
 
 def measure(bench: Bench, run: RunDir, wanted: float, repeats: int) -> None:
     """Prints how long each tool takes."""
-    took: dict[str, list[float]] = {}
+    took: dict[str, list[float]] = {tool: [] for tool in TOOLS}
     for _ in range(repeats):
-        for name, command in bench.commands(run).items():
-            bench.clear()
-            limit_s = CUT_OFF * max(took["collect"]) if took else 3600.0
-            took.setdefault(name, []).append(bench.timed(command, limit_s))
-            if name == "collect":
-                assert not differing(bench.out / run.run_id, run.path)  # noqa: S101 - or the time is worth nothing
-    ours = statistics.median(took.pop("collect"))
-    print(f"    {'collect':<10}{ours:>9.2f} s")
-    for name, times in took.items():
+        for tool in TOOLS:
+            out = bench.new_folder()
+            limit_s = CUT_OFF * max(took["collect"]) if took["collect"] else 3600.0
+            took[tool].append(bench.timed(bench.command(tool, run, out), limit_s))
+            if tool == "collect" and (wrong := differing(out / run.run_id, run.path)):
+                raise SystemExit(f"not fetched, or not as they are there: {wrong}")
+    ours = statistics.median(took["collect"])
+    for tool, times in took.items():
         theirs = statistics.median(times)
-        bound = "+" if theirs >= CUT_OFF * ours else ""
-        target = f"   (wanted: {wanted})" if name == "scp -r" else ""
-        print(f"    {name:<10}{theirs:>9.2f} s{theirs / ours:>9.2f}{bound}{target}", flush=True)
+        bound = "+" if theirs >= CUT_OFF * ours else " "
+        ratio = "" if tool == "collect" else f"{theirs / ours:>9.2f}{bound}"
+        target = f"   (wanted: {wanted})" if tool == "scp -r" else ""
+        print(f"    {tool:<10}{theirs:>9.2f} s{ratio}{target}", flush=True)
 
 
 def measure_again(bench: Bench, run: RunDir, repeats: int) -> None:
     """Prints how long `collect` and `rsync -a` take to find that nothing has changed."""
-    for name, command in bench.commands(run).items():
-        if name != "scp -r":
-            bench.clear()
-            bench.timed(command, 3600)
-            again = statistics.median(bench.timed(command, 3600) for _ in range(repeats))
-            print(f"    {name} again, unchanged: {again:.2f} s", flush=True)
+    for tool in ("collect", "rsync -a"):
+        command = bench.command(tool, run, bench.new_folder())
+        bench.timed(command)
+        again = statistics.median(bench.timed(command) for _ in range(repeats))
+        print(f"    {tool} again, unchanged: {again:.2f} s", flush=True)
 
 
 def main() -> None:
@@ -225,6 +236,7 @@ def main() -> None:
                             measure(bench, run, case.wanted[slow], arguments.repeats)
                             if case.name == "small":
                                 measure_again(bench, run, arguments.repeats)
+                        bench.clear()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
-
-import paramiko
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from isambard_serve import process
 from isambard_serve.errors import ConnectionLostError, HostError
 from isambard_serve.ssh import config, opensshhost
 from isambard_serve.ssh.config import Hop
-from isambard_serve.ssh.keys import Keyring, expired
 from isambard_serve.ssh.opensshhost import OpensshHost
-from isambard_serve.ssh.paramikohost import ParamikoHost
 from isambard_serve.ssh.stream import Done, Stream
+
+if TYPE_CHECKING:
+    import paramiko
 
 __all__ = ["Done", "Host", "Stream", "connect", "connected", "persistently", "resolve"]
 
@@ -89,10 +88,16 @@ def connect(alias: str, *, bulk: bool = False) -> Host:
         try:
             return OpensshHost(alias)
         except HostError as error:
+            from isambard_serve.ssh.keys import expired
+
             raise next((over for over in map(expired, hops) if over), error) from error
     if bulk:
         with contextlib.suppress(HostError):
-            return OpensshHost(alias)
+            return OpensshHost(alias, ciphers=hops[-1].quick_ciphers)
+    # Not before it is needed: it takes a fifth of a second to load.
+    from isambard_serve.ssh.keys import Keyring
+    from isambard_serve.ssh.paramikohost import ParamikoHost
+
     try:
         with contextlib.closing(Keyring()) as keys:
             return ParamikoHost(hops, keys)

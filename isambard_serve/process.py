@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import socket
@@ -18,6 +19,10 @@ from typing import IO, Protocol
 
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.records import Record
+
+PIPE_BYTES = 1 << 20
+"""What the output of a program that is talked to may hold, on Linux: with its 64 KiB, much data comes in small steps.
+1 MiB is the most that an ordinary user may have (pipe-max-size in proc_sys_fs(5))."""
 
 KILLED_S = 1.0
 """How long to wait for a killed program to be gone."""
@@ -130,10 +135,14 @@ def piped(argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subproce
         NoProgramError: there is no such program, or it may not be run.
     """
     try:
-        return subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                                start_new_session=True)
+        child = subprocess.Popen(argv, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                                 start_new_session=True)
     except OSError as error:
         raise NoProgramError(f"{argv[0]} cannot be started here: {error.strerror}") from error
+    if child.stdout and hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # somebody who has many pipes may have no more wide ones
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return child
 
 
 def attended(argv: Sequence[str], *, env: Mapping[str, str]) -> int:

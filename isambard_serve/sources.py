@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
 from isambard_serve import collect, remote, run, status
 from isambard_serve.collect import Copied
 from isambard_serve.errors import HostError, UsageError
+from isambard_serve.farstream import FarSide
 from isambard_serve.records import Run
 from isambard_serve.run import RunDir, Runs
 from isambard_serve.transfer import Fetch, Progress
@@ -67,7 +70,7 @@ class ThisMachine:
 
 
 class OverSsh:
-    """The runs that ``isambard-serve`` knows on the host ``there``.
+    """The runs that ``isambard-serve`` knows on the host ``there``. To be used in a ``with`` block.
 
     Args:
         fetches: the runs that were begun over a connection before this one; those begun over this one are added.
@@ -84,6 +87,18 @@ class OverSsh:
         self._site = ["--site", site] if site else []
         self._exclude = exclude
         self._progress = progress
+        self._pool = ThreadPoolExecutor(1)
+        self._far: Future[FarSide] | None = None
+
+    def __enter__(self) -> Self:
+        # It starts while the runs are looked for.
+        self._far = self._pool.submit(FarSide, self._there)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._pool, contextlib.suppress(HostError):
+            if self._far:
+                self._far.result().close()
 
     def find(self, names: Sequence[str], *, whole_ladder: bool) -> list[Run]:
         """The runs that are named, each once, as they stand.
@@ -103,10 +118,11 @@ class OverSsh:
         return list({run.checked_id(each.run_id): each for each in named}.values())
 
     def bring(self, found: Run, folder: Path) -> Copied:
-        """Fetches the run's files. Raises ServeError as ``Fetch`` does."""
+        """Fetches the run's files. Raises ServeError as ``Fetch`` and ``FarSide`` do."""
         fetch = self._fetches.setdefault(found.run_id, Fetch(found.directory, folder, exclude=self._exclude,
                                                              progress=self._progress))
-        return fetch.run(self._there)
+        assert self._far  # noqa: S101 - this is a ``with`` block
+        return fetch.run(self._there, self._far.result())
 
 
 def follow(source: Source, found: Run, folder: Path, told: Callable[[Run], None],

@@ -32,7 +32,7 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     """One line a row, a column for each field of :class:`~isambard_serve.records.Row`; lists joined by spaces."""
     import pandas as pd
 
-    fields = [field for field in msgspec.structs.fields(Row) if field.name != "schema"]
+    fields = _fields()
     table = pd.DataFrame([msgspec.to_builtins(row) for row in rows], columns=[field.name for field in fields])
     for field in fields:
         if field.type == float | None:
@@ -43,6 +43,15 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     table["details"] = table["details"].map(
         lambda details: "; ".join(f"{code}: {why}" for code, why in details.items()))
     return table
+
+
+def csv(rows: Sequence[Row]) -> str:
+    """:func:`frame` as CSV: of no rows the heading alone, which need not wait for pandas."""
+    return str(frame(rows).to_csv(index=False)) if rows else ",".join(field.name for field in _fields()) + "\n"
+
+
+def _fields() -> list[msgspec.structs.FieldInfo]:
+    return [field for field in msgspec.structs.fields(Row) if field.name != "schema"]
 
 
 def compared(groups: Sequence[Sequence[Row]]) -> list[list[Row]]:

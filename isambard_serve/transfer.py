@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,8 +36,12 @@ AHEAD_FILES = 1024
 AHEAD_BYTES = 16 << 20
 """So much is asked for before it comes: more than is under way on any link, so that none is idle for want of it."""
 
-STREAM_BYTES = 64 << 20
-MAX_STREAMS = 2
+MAX_STREAMS = 4
+TRIAL_S = 1.0
+PAYS = 5.0
+"""Further streams are begun where the first has been at it for a trial, and would take so many times as long for the
+rest. OpenSSH has no more than 2 MiB under way in each: 20 MB/s with a round trip of 100 ms. Where the host is near
+one is enough, and more of them take processors from it."""
 
 
 class Progress(Protocol):
@@ -73,10 +77,13 @@ class Fetch:
         self._lock = threading.Lock()
         self._unreadable: list[str] = []
         self._unchanged: int | None = None
-        self._files = self._bytes = 0
+        self._files = self._bytes = self._due = 0
 
-    def run(self, host: Host) -> Copied:
+    def run(self, host: Host, first: FarSide) -> Copied:
         """Fetches over ``host`` and says what this and earlier runs have fetched.
+
+        Args:
+            first: runs on ``host``. It has been ended if an error is raised.
 
         Raises:
             UsageError: another collection writes to the folder.
@@ -85,18 +92,19 @@ class Fetch:
             ServeError: a file arrived damaged, or cannot be written here.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        with _alone(self._folder), self._far_side(host) as first:
+        with _alone(self._folder), self._ended_by_errors(first):
             listed = first.list(self._root, self._exclude)
             self._here = listing.scan(self._folder)
             todo = listing.missing(listed, self._here)
             if self._unchanged is None:
                 self._unchanged = len(listed) - len(todo)
             listing.check_room(todo, shutil.disk_usage(self._folder).free, self._folder)
+            self._due = sum(each.size - listing.beginning(each, self._here)[1] for each in todo)
             if self._progress:
-                self._progress.begin(sum(each.size - listing.beginning(each, self._here)[1] for each in todo))
+                self._progress.begin(self._due)
             self._unreadable = []
             self._batches = deque(batches(todo))
-            self._receive(host, first, further_streams(todo))
+            self._receive(host, first)
             listing.forget_parts(self._folder, self._here)
         if self._unreadable:
             more = f" and {len(self._unreadable) - 1} more" if len(self._unreadable) > 1 else ""
@@ -104,23 +112,29 @@ class Fetch:
         return Copied(files=self._files, bytes=self._bytes, unchanged=self._unchanged)
 
     @contextlib.contextmanager
-    def _far_side(self, host: Host) -> Iterator[FarSide]:
-        with contextlib.closing(FarSide(host)) as far:
-            self._open.append(far)
-            try:
-                yield far
-            finally:
-                self._open.remove(far)
+    def _ended_by_errors(self, far: FarSide) -> Iterator[None]:
+        """What ``far`` still has to say after an error, nobody knows."""
+        self._open.append(far)
+        try:
+            yield
+        except BaseException:
+            far.close()
+            raise
+        finally:
+            self._open.remove(far)
 
-    def _receive(self, host: Host, first: FarSide, further: int) -> None:
-        """Shares the batches among ``first`` and ``further`` far sides.
+    def _receive(self, host: Host, first: FarSide) -> None:
+        """Shares the batches among ``first`` and, where that pays, further far sides.
 
         When one is lost, the others take what has reached them, and go on while they can; any other error ends all.
         """
         lost: ConnectionLostError | None = None
-        with ThreadPoolExecutor(1 + further) as pool:
-            works = [pool.submit(self._work, first), *(pool.submit(self._help, host) for _ in range(further))]
+        due = self._due
+        with ThreadPoolExecutor(MAX_STREAMS) as pool:
+            works = [pool.submit(self._work, first)]
             try:
+                if wait(works, TRIAL_S).not_done and self._batches and self._due > PAYS * (due - self._due):
+                    works += [pool.submit(self._help, host) for _ in range(MAX_STREAMS - 1)]
                 for done in as_completed(works):
                     try:
                         done.result()
@@ -134,11 +148,11 @@ class Fetch:
             raise lost
 
     def _help(self, host: Host) -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                far = stack.enter_context(self._far_side(host))
-            except HostError:  # a host may allow one session only; the first does it all then
-                return
+        try:
+            far = FarSide(host)
+        except HostError:  # a host may allow one session only; the first does it all then
+            return
+        with contextlib.closing(far), self._ended_by_errors(far):
             self._work(far)
 
     def _work(self, far: FarSide) -> None:
@@ -155,6 +169,7 @@ class Fetch:
     def _advance(self, count: int) -> None:
         with self._lock:
             self._bytes += count
+            self._due -= count
         if self._progress:
             self._progress.advance(count)
 
@@ -218,11 +233,6 @@ def batches(todo: Sequence[Listed]) -> Iterator[list[Listed]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def further_streams(todo: Sequence[Listed]) -> int:
-    """How many streams beside the first are worth their start."""
-    return min(MAX_STREAMS - 1, max(0, len(todo) - 1), sum(each.size for each in todo) // STREAM_BYTES)
 
 
 @contextlib.contextmanager

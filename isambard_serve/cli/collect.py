@@ -12,6 +12,7 @@ from isambard_serve.cli import elsewhere, options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from isambard_serve.host import Host
     from isambard_serve.records import Row, Run
     from isambard_serve.sources import Source
     from isambard_serve.transfer import Fetch
@@ -55,15 +56,15 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     if alias and deploy:
         deployment.deploy(alias, say=options.say)
     found = _over_ssh(alias, named, exclude, bring) if alias else _here(site_name, exclude, bring)
-    brought = [RunDir(Path(output) / run.run_id) for run in found]
-    groups = [each.read_rows() for each in brought]
+    groups = [RunDir(Path(output) / run.run_id).read_rows() for run in found]
     compared = table.compared(groups)
-    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(each), groups[0] if at else None))
-             for at, (run, each, own) in enumerate(zip(found, brought, groups, strict=True))]
+    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(RunDir(Path(output) / run.run_id)),
+                                                             groups[0] if at else None))
+             for at, (run, own) in enumerate(zip(found, groups, strict=True))]
     for run, own in zip(found, compared, strict=True):
         here = Path(output) / run.run_id
         write_whole(here / "results.json", _document([run], own), mode=0o644)
-        write_whole(here / "results.csv", table.frame(own).to_csv(index=False), mode=0o644)
+        write_whole(here / "results.csv", table.csv(own), mode=0o644)
         if run.verdict:
             write_whole(here / "medians.csv", table.medians(run.verdict.medians).to_csv(index=False), mode=0o644)
     rows = [row for own in compared for row in own]
@@ -87,8 +88,11 @@ def _over_ssh(alias: str, site_name: str | None, exclude: tuple[str, ...], bring
 
     fetches: dict[str, Fetch] = {}
     with progress.bar() as bar:
-        return host.persistently(alias, lambda there: bring(OverSsh(
-            there, fetches, site=site_name, exclude=exclude, progress=bar)), bulk=True)
+        def work(there: Host) -> list[Run]:
+            with OverSsh(there, fetches, site=site_name, exclude=exclude, progress=bar) as source:
+                return bring(source)
+
+        return host.persistently(alias, work, bulk=True)
 
 
 def _brought(source: Source, run: Run, here: Path, follow: bool) -> Run:

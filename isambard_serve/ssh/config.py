@@ -30,7 +30,7 @@ class Hop(Record, frozen=True):
     """One SSH server on the way, as ``ssh -G`` resolves it.
 
     ``certificate_files`` are those that the configuration names; more may lie beside the keys. ``only_openssh`` names
-    the settings that paramiko cannot heed.
+    the settings that paramiko cannot heed; ``ciphers`` are those that may be used, in order of preference.
     """
 
     alias: str
@@ -46,6 +46,12 @@ class Hop(Record, frozen=True):
     proxy_command: str | None = None
     connect_timeout_s: float = 15.0
     only_openssh: tuple[str, ...] = ()
+    ciphers: tuple[str, ...] = ()
+
+    @property
+    def quick_ciphers(self) -> tuple[str, ...]:
+        """The ciphers that the configuration allows, AES-GCM first: quickest with a processor's AES instructions."""
+        return tuple(sorted(self.ciphers, key=lambda name: "-gcm" not in name))
 
     @property
     def host_key_name(self) -> str:
@@ -83,6 +89,7 @@ def parse(text: str, alias: str) -> Hop:
         proxy_jump=first("proxyjump"),
         proxy_command=first("proxycommand"),
         connect_timeout_s=float(timeout) if timeout and timeout.isdigit() and int(timeout) else 15.0,
+        ciphers=tuple(name for name in (first("ciphers") or "").split(",") if name),
         only_openssh=tuple(key for key in _ONLY_OPENSSH if first(key) not in (None, "SSH_AUTH_SOCK")),
     )
 

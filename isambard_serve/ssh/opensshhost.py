@@ -9,14 +9,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
-
-import paramiko
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from isambard_serve import process
 from isambard_serve.errors import ConnectionLostError, HostError
 from isambard_serve.ssh import stream
 from isambard_serve.ssh.stream import Done, Stream
+
+if TYPE_CHECKING:
+    import paramiko
 
 CONNECT_S = 90.0
 LOST = 255
@@ -76,17 +77,21 @@ class _Pipes:
 class OpensshHost:
     """A host to which ``ssh ALIAS`` leads. One master connection, which ends with this object, carries everything.
 
+    Args:
+        ciphers: what to offer, in this order; none: as the configuration has it.
+
     Raises:
         HostError: ``ssh`` cannot log in without asking.
     """
 
-    def __init__(self, alias: str) -> None:
+    def __init__(self, alias: str, ciphers: Sequence[str] = ()) -> None:
         self.name = alias
         self._up = contextlib.ExitStack()
         with self._up as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="isambard-serve-"))
             self._socket = Path(folder) / "s"
-            self._master = process.piped([*self._ssh("-M", "-N"), "--", alias], env=environment())
+            offered = [f"-oCiphers={','.join(ciphers)}"] if ciphers else []
+            self._master = process.piped([*self._ssh("-M", "-N", *offered), "--", alias], env=environment())
             stack.callback(self._end_master)
             self._wait_for_master()
             self._up = stack.pop_all()
@@ -133,6 +138,8 @@ class OpensshHost:
 
     def sftp(self) -> paramiko.SFTPClient:
         """A new SFTP session: paramiko's client, over the pipes of ``ssh -s … sftp``."""
+        import paramiko
+
         child = process.piped([*self._ssh("-s"), "--", self.name, "sftp"], env=environment(), stderr=subprocess.DEVNULL)
         pipes = _Pipes(child)
         try:

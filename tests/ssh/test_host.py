@@ -272,7 +272,7 @@ def test_openssh_serves_where_paramiko_cannot_check_the_host(laptop: Laptop, wor
 
 
 def test_paramiko_serves_bulk_where_openssh_cannot_log_in(encrypted: Laptop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "Keyring", lambda: Keyring(lambda _: "secret"))
+    monkeypatch.setattr("isambard_serve.ssh.keys.Keyring", lambda: Keyring(lambda _: "secret"))
     with host.connected(ALIAS, bulk=True) as there:
         assert isinstance(there, ParamikoHost)
 

@@ -209,7 +209,9 @@ def conversation(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def fetched(stream: bytes, folder: Path) -> dict[str, bytes]:
-    Fetch("/runs/x", folder).run(Recorded(stream))
+    host = Recorded(stream)
+    with contextlib.closing(FarSide(host)) as far:
+        Fetch("/runs/x", folder).run(host, far)
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

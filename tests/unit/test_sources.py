@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from isambard_serve import host, remote, sources, status
-from isambard_serve.cli import main
+from isambard_serve import deploy, host, remote, sources, status
+from isambard_serve.cli import main, progress
 from isambard_serve.errors import ConnectionLostError, HostError
 from isambard_serve.host import Host
 from isambard_serve.records import Run, State
@@ -131,7 +132,7 @@ def test_a_lost_connection_is_made_again_and_nothing_is_counted_twice(
     there.__init__([300])  # type: ignore[misc]
     monkeypatch.setattr(host, "persistently", functools.partial(host.persistently, pauses_s=[0.0] * 5))
     result = does(RUN_ID, "--host", ALIAS)
-    assert len(there.started) == 2
+    assert len(there.started) == 2  # one for each connection
     assert "5 files, " in result.stderr
     assert (isolated / "results" / RUN_ID / "engine" / "engine.log").read_bytes() == run.engine_log.read_bytes()
 
@@ -156,6 +157,34 @@ def test_an_answer_that_is_none_is_an_error_of_the_host(monkeypatch: pytest.Monk
     monkeypatch.setattr(LoginNode, "run", lambda *_, **__: Done(returncode=0, stdout=stdout, stderr=b""))
     with pytest.raises(HostError, match="cannot be understood"):
         OverSsh(LoginNode(), {}).find(["latest"], whole_ladder=False)
+
+
+def test_this_version_is_put_there_first_if_that_is_asked_for(runs_dir: Path, there: LoginNode,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(runs_dir)
+    sent: list[str] = []
+    monkeypatch.setattr(deploy, "deploy", lambda alias, say: sent.append(alias))
+    does("latest", "--host", ALIAS)
+    assert sent == []
+    does("latest", "--host", ALIAS, "--deploy")
+    assert sent == [ALIAS]
+
+
+def test_somebody_at_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.bar() as nobody:
+        assert nobody is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.bar() as bar:
+        assert bar
+        bar.advance(5)
+        for total in (100, 200_000_000):
+            bar.begin(total)
+            bar.advance(total)
+    shown = capsys.readouterr()
+    assert "200.0/200.0 MB" in shown.err
+    assert shown.out == ""
 
 
 # On this machine.
@@ -188,7 +217,6 @@ class Pauses:
 def test_a_run_is_followed_until_its_own_files_say_that_it_has_ended(runs_dir: Path, isolated: Path, far: bool) -> None:
     run = a_run(runs_dir, done=False)
     node = LoginNode()
-    source = OverSsh(node, {}) if far else ThisMachine(Runs(runs_dir, "there"), None)
     here = isolated / "results"
 
     def grow() -> None:
@@ -198,7 +226,9 @@ def test_a_run_is_followed_until_its_own_files_say_that_it_has_ended(runs_dir: P
 
     told: list[Run] = []
     pauses = Pauses(grow, grow, lambda: run.record("serve", "done"))
-    found = sources.follow(source, status.read(run), here, told.append, pauses)
+    with OverSsh(node, {}) as over:
+        source = over if far else ThisMachine(Runs(runs_dir, "there"), None)
+        found = sources.follow(source, status.read(run), here, told.append, pauses)
     assert found.state == "done"
     assert told == [found]
     assert (here / "engine" / "engine.log").read_bytes() == run.engine_log.read_bytes()

@@ -80,6 +80,14 @@ def test_the_files_of_a_host_are_whole_paths(monkeypatch: pytest.MonkeyPatch) ->
     assert hop.host_key_name == "[x]:2222"
 
 
+def test_of_the_ciphers_that_are_allowed_the_quickest_come_first() -> None:
+    said = "ciphers chacha20-poly1305@openssh.com,aes128-ctr,aes128-gcm@openssh.com,aes256-gcm@openssh.com\n"
+    assert config.parse(said, "x").quick_ciphers == (
+        "aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr")
+    assert config.parse("ciphers aes256-ctr\n", "x").quick_ciphers == ("aes256-ctr",)
+    assert config.parse("", "x").quick_ciphers == ()
+
+
 def test_settings_that_only_openssh_heeds_are_noticed() -> None:
     said = "hostname x\nrevokedhostkeys /r\nidentityagent SSH_AUTH_SOCK\npkcs11provider none\n"
     assert config.parse(said, "x").only_openssh == ("revokedhostkeys",)

@@ -98,7 +98,7 @@ def test_without_a_valid_row_to_compare_with_there_is_no_ratio(groups: list[list
 
 
 def test_csv_has_a_column_for_each_field_of_a_row_and_lists_joined_by_spaces() -> None:
-    text = table.frame([some_row(), NOTHING]).to_csv(index=False)
+    text = table.csv([some_row(), NOTHING])
     first, second = csv.DictReader(io.StringIO(text))
     assert list(first) == [name for name in Row.__struct_fields__ if name != "schema"]
     assert (first["output_tok_s"], first["valid"], first["reasons"]) == ("100.0", "True", "")
@@ -109,6 +109,7 @@ def test_csv_has_a_column_for_each_field_of_a_row_and_lists_joined_by_spaces() -
 
 def test_without_rows_the_columns_are_the_same() -> None:
     assert list(table.frame([]).columns) == list(table.frame([some_row()]).columns)
+    assert table.csv([]) == table.frame([]).to_csv(index=False)
     assert table.text([], []) == ""
 
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,12 @@ def evidence(run: RunDir) -> dict[str, bytes]:
 
 
 def fetch(run: RunDir, here: Path, host: LocalHost | None = None, **more: Any) -> Copied:
-    return Fetch(str(run.path), here, **more).run(host or LocalHost())
+    return run_over(host or LocalHost(), Fetch(str(run.path), here, **more))
+
+
+def run_over(host: LocalHost, fetching: Fetch) -> Copied:
+    with closing(FarSide(host)) as far:
+        return fetching.run(host, far)
 
 
 class Asked:
@@ -163,14 +169,14 @@ def test_after_a_cut_what_is_whole_stays_and_the_rest_comes(run: RunDir, here: P
     fetching = Fetch(str(run.path), here)
     host = LocalHost(cuts=[cut])
     with pytest.raises(ConnectionLostError):
-        fetching.run(host)
+        run_over(host, fetching)
     came, there = contents(here), evidence(run)
     whole = {name for name in came if not name.endswith(".part.tmp")}
     assert all(came[name] == there[name] for name in whole)
     parts = [len(content) for name, content in came.items() if name.endswith(".part.tmp")]
     assert len(parts) <= 1
     asked.wants.clear()
-    copied = fetching.run(host)
+    copied = run_over(host, fetching)
     assert contents(here) == there
     assert not whole & set(asked.paths())
     assert [want.start for want in asked.wants if want.start] == [size for size in parts if size]
@@ -179,7 +185,8 @@ def test_after_a_cut_what_is_whole_stays_and_the_rest_comes(run: RunDir, here: P
 
 def test_several_streams_share_the_files_and_one_that_is_cut_ends_all(
         run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(transfer, "TRIAL_S", 0.0)
+    monkeypatch.setattr(transfer, "MAX_STREAMS", 2)
     host = LocalHost(cuts=[None, 100])
     askers: list[FarSide] = []
     ask = FarSide.ask
@@ -205,7 +212,7 @@ def test_a_host_that_allows_one_program_only_does_it_with_one(run: RunDir, here:
                 raise HostError("no more sessions")
             return super().start(argv)
 
-    monkeypatch.setattr(transfer, "STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(transfer, "TRIAL_S", 0.0)
     fetch(run, here, Narrow())
     assert contents(here) == evidence(run)
 
@@ -214,13 +221,15 @@ def test_a_host_that_allows_one_program_only_does_it_with_one(run: RunDir, here:
 
 
 def test_two_collections_do_not_write_to_one_folder(run: RunDir, here: Path) -> None:
-    class Twice(LocalHost):
-        def start(self, argv: Sequence[str]) -> Stream:
+    class Second:
+        def begin(self, total: int) -> None:
             with pytest.raises(UsageError, match="another collection writes here"):
                 fetch(run, here)
-            return super().start(argv)
 
-    fetch(run, here, Twice())
+        def advance(self, count: int) -> None:
+            """The first one goes on."""
+
+    fetch(run, here, progress=Second())
     assert contents(here) == evidence(run)
 
 
@@ -247,7 +256,7 @@ def test_a_file_that_cannot_be_read_there_is_named_and_the_others_come(run: RunD
 
 def test_a_run_that_is_not_there_is_an_error_of_the_host(run: RunDir, here: Path) -> None:
     with pytest.raises(HostError, match="/nowhere: No such file or directory"):
-        Fetch("/nowhere", here).run(LocalHost())
+        run_over(LocalHost(), Fetch("/nowhere", here))
 
 
 def test_a_disk_without_room_is_noticed_before_a_byte_comes(run: RunDir, here: Path, asked: Asked,
@@ -294,9 +303,11 @@ def test_a_question_fits_into_a_pipe() -> None:
     assert len(question) < 1 << 16
 
 
-def test_further_streams_are_for_much_data_in_several_files() -> None:
-    much = transfer.STREAM_BYTES
-    assert transfer.further_streams([]) == 0
-    assert transfer.further_streams(listed(10 * much)) == 0
-    assert transfer.further_streams(listed(much // 2, much // 4)) == 0
-    assert transfer.further_streams(listed(*[much] * 100)) == transfer.MAX_STREAMS - 1
+def test_further_streams_are_for_what_takes_long(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = LocalHost()
+    fetch(run, here, host)
+    assert len(host.started) == 1  # it was soon over
+    monkeypatch.setattr(transfer, "TRIAL_S", 0.0)
+    host = LocalHost()
+    fetch(run, here, host, exclude=["*.json", "*.log"])
+    assert len(host.started) == 1  # there is nothing to share
