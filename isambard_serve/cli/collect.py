@@ -43,7 +43,6 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     """
     import msgspec
 
-    from isambard_serve import deploy as deployment
     from isambard_serve import knee, table, verdict
     from isambard_serve.errors import ServeError
     from isambard_serve.run import RunDir, write_whole
@@ -54,6 +53,8 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
 
     alias, named = elsewhere.chosen(host, site_name)
     if alias and deploy:
+        from isambard_serve import deploy as deployment
+
         deployment.deploy(alias, say=options.say)
     found = _over_ssh(alias, named, exclude, bring) if alias else _here(site_name, exclude, bring)
     groups = [RunDir(Path(output) / run.run_id).read_rows() for run in found]
