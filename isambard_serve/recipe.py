@@ -302,8 +302,18 @@ class _Packed(Record, frozen=True):
 
 
 def packed(recipes: Iterable[Recipe]) -> bytes:
-    """``recipes``, whole and resolved, as one line that :func:`unpacked` reads on another machine."""
-    return msgspec.json.encode(_Packed(recipes=tuple(recipes))) + b"\n"
+    """``recipes``, whole and resolved, as one line that :func:`unpacked` reads on another machine.
+
+    What comes with the package (the model of ``tiny``) is there as well, in another place.
+    """
+    jobs = shipped.folder("jobs")
+
+    def portable(recipe: Recipe) -> Recipe:
+        inside = Path(recipe.model).is_relative_to(jobs)
+        model = f"./{Path(recipe.model).relative_to(jobs)}" if inside else recipe.model
+        return msgspec.structs.replace(recipe, model=model)
+
+    return msgspec.json.encode(_Packed(recipes=tuple(portable(recipe) for recipe in recipes))) + b"\n"
 
 
 def unpacked(line: bytes, assignments: tuple[str, ...] = ()) -> list[Recipe]:
@@ -317,8 +327,9 @@ def unpacked(line: bytes, assignments: tuple[str, ...] = ()) -> list[Recipe]:
     except msgspec.MsgspecError as error:
         raise UsageError(f"no recipes: {error}", where="stdin",
                          remedy="RECIPE - is for recipes that isambard-serve sends itself, with --host") from error
-    return [yamlfile.convert(yamlfile.assigned(msgspec.to_builtins(each), assignments), Recipe, each.name)
-            for each in packed]
+    jobs = shipped.folder("jobs")
+    return [yamlfile.convert(_anchored(yamlfile.assigned(msgspec.to_builtins(each), assignments), jobs), Recipe,
+                             each.name) for each in packed]
 
 
 def locked(recipe: Recipe) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from isambard_serve import remote
+from isambard_serve import deploy, remote, wheel
+from tests.engine.environment import cache
 from tests.ssh.world import Laptop, World
 from tests.support import coverage, installation
+from tests.support.packages import need
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +58,24 @@ def installed(world: World) -> Iterator[World]:
     coverage.gather(world.folder) if coverage.measured() else None
     for name in (".bash_profile", ".local"):
         shutil.move(world.home / name, world.folder / f"{name}-of-remote")
+
+
+@pytest.fixture(scope="session")
+def wheels() -> Path:
+    """What pip fetches for the login node, kept for other runs. A test's laptop has no way to the index."""
+    need("python3-venv")
+    pinned = wheel.files()[wheel.REQUIREMENTS]
+    folder = cache() / f"wheels-{wheel.identity({'': pinned})}"
+    if not folder.exists():
+        facts = deploy.Facts(home="/", memory=0, tag="3.11", full="3.11.2", machine=os.uname().machine, glibc="2.36")
+        new = Path(f"{folder}.{os.getpid()}")
+        new.mkdir(parents=True)
+        deploy.fetch_wheels(facts, pinned.decode(), new)
+        new.rename(folder)
+    return folder
+
+
+@pytest.fixture
+def offline(wheels: Path) -> dict[str, str]:
+    """The laptop's own pip configuration: it finds what the wheelhouse is to be made of."""
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,32 +12,8 @@ import pytest
 
 from isambard_serve import bootstrap, deploy, wheel
 from isambard_serve.host import connected
-from tests.engine.environment import cache
+from tests.ssh.commands import SERVE
 from tests.ssh.world import ALIAS, Laptop, World
-from tests.support.packages import need
-
-SERVE = (sys.executable, "-m", "isambard_serve")
-
-
-@pytest.fixture(scope="session")
-def wheels() -> Path:
-    """What pip fetches for the login node, kept for other runs. A test's laptop has no way to the index."""
-    need("python3-venv")
-    pinned = wheel.files()[wheel.REQUIREMENTS]
-    folder = cache() / f"wheels-{wheel.identity({'': pinned})}"
-    if not folder.exists():
-        facts = deploy.Facts(home="/", memory=0, tag="3.11", full="3.11.2", machine=os.uname().machine, glibc="2.36")
-        new = Path(f"{folder}.{os.getpid()}")
-        new.mkdir(parents=True)
-        deploy.fetch_wheels(facts, pinned.decode(), new)
-        new.rename(folder)
-    return folder
-
-
-@pytest.fixture
-def offline(wheels: Path) -> dict[str, str]:
-    """The laptop's own pip configuration: it finds what the wheelhouse is to be made of."""
-    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
 
 
 @pytest.fixture

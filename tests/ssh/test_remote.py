@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
+import termios
 from pathlib import Path
 
 import psutil
@@ -136,6 +138,29 @@ def test_a_wait_that_is_cut_off_says_that_the_run_goes_on(laptop: Laptop, instal
     assert f"isambard-serve status --host {ALIAS}" in said
     assert waits(laptop, run_id, "loading", "ready")
     asks(laptop, "cancel", run_id)
+
+
+def test_an_encrypted_key_ends_a_command_without_a_terminal_and_is_asked_for_once_at_one(laptop: Laptop,
+                                                                                        installed: World) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", laptop.key], check=True,
+                   capture_output=True)
+    refused = does(laptop, "status", check=False)
+    assert refused.returncode == 3
+    assert "is encrypted, and there is no terminal to ask for its passphrase" in refused.stderr
+    here, terminal = os.openpty()
+    asked = subprocess.Popen(
+        installed.laptop.command([*SERVE, "status", "--host", ALIAS, "--site", "sandbox", "--json"]), stdin=terminal,
+        stdout=subprocess.PIPE, stderr=terminal, env=laptop.environment, cwd=laptop.folder, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0))
+    os.close(terminal)
+    said = b""
+    while b"Passphrase for" not in said:
+        said += os.read(here, 1 << 12)
+    os.write(here, b"secret\n")
+    out, _ = asked.communicate(timeout=60)
+    assert json.loads(out)["schema"].startswith("isambard-serve/status/")
+    assert said.count(b"Passphrase for") == 1
+    os.close(here)
 
 
 def test_the_host_may_be_a_setting(laptop: Laptop, installed: World) -> None:

@@ -204,7 +204,8 @@ class Laptop:
     def environment(self) -> dict[str, str]:
         """The whole environment of the user's commands."""
         path = f"{self.folder / 'bin'}:/usr/local/bin:/usr/bin:/bin"
-        return {"HOME": str(self.folder), "PATH": path, "LANG": "C.UTF-8"}
+        measured = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+        return {"HOME": str(self.folder), "PATH": path, "LANG": "C.UTF-8", **measured}
 
     def configure(self, text: str) -> None:
         """Writes the ssh configuration."""

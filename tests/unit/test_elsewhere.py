@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from isambard_serve import recipe, remote
+from isambard_serve import recipe, remote, shipped
 from isambard_serve.cli import elsewhere, main
 from isambard_serve.errors import HostError, UsageError
 from tests.unit.helpers import small_recipe
@@ -126,6 +126,15 @@ def test_packed_recipes_are_the_same_on_the_other_side() -> None:
     assert recipe.unpacked(recipe.packed([mine, mine])) == [mine, mine]
     (changed,) = recipe.unpacked(recipe.packed([mine]), ("bench.repeats=3",))
     assert changed.bench.repeats == 3
+
+
+def test_a_model_that_comes_with_the_package_is_the_other_sides_own(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, _ = recipe.load("tiny")
+    line = recipe.packed([tiny])
+    assert recipe.unpacked(line) == [tiny]
+    monkeypatch.setattr(shipped, "folder", lambda name: tmp_path / name)
+    assert recipe.unpacked(line)[0].model == str(tmp_path / "jobs" / "tiny-model")
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b"not json\n", b'{"recipes": [{"name": "x"}]}\n'])
