@@ -22,6 +22,7 @@ from isambard_serve.task import TaskPlan
 T = TypeVar("T")
 
 _MIGRATED = """podman-hpc images --format '{{.ReadOnly}}' "$1" | grep --quiet true"""
+"""Whether the image ``$1`` stands on the shared file system."""
 
 
 class Known(Record, frozen=True):

@@ -199,7 +199,9 @@ def test_rungs_on_one_node_measure_from_inside_and_one_that_fails_stops_no_other
 
 
 def test_a_profile_is_taken_instead_of_points_and_its_traces_are_collected(newcomer: Newcomer) -> None:
-    (run_id,) = newcomer.starts("dp4", "--profile-at", "256")
+    # Long enough for its steps to be seen: the simulated engine takes a hundred in the time of a look.
+    (run_id,) = newcomer.starts("dp4", "--profile-at", "256", "--set", "bench.osl=16384",
+                                "--set", "engine.args.max-model-len=32768")
     assert newcomer.waits_for(run_id, "done")["reason"] == "30 steps at concurrency 256 recorded: 4 traces"
     assert newcomer.asks("collect", run_id)["rows"] == []
     assert len(list((newcomer.home / "results" / run_id / "profile").glob("rank*.pt.trace.json.gz"))) == 4

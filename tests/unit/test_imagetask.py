@@ -43,7 +43,8 @@ def test_podman_builds_migrates_and_notes_what_was_built() -> None:
         "podman-hpc build --network=host --tag=localhost/isambard-serve/mine "
         f"--file={RUN_DIR}/Containerfile {RUN_DIR}",
         "podman-hpc migrate localhost/isambard-serve/mine",
-        """sh -c podman-hpc images --format '{{.ReadOnly}}' "$1" | grep --quiet true sh localhost/isambard-serve/mine""",
+        """sh -c podman-hpc images --format '{{.ReadOnly}}' "$1" | grep --quiet true """
+        "sh localhost/isambard-serve/mine",
         "rm -f /scratch/images/mine.check.json /scratch/images/mine.kernels.json",
         f"cp {RUN_DIR}/image.json /scratch/images/mine.json"]
     assert plan.files["Containerfile"].splitlines()[2] == f"FROM docker.io/vllm/vllm-openai@{DIGEST}"
