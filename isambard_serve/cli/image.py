@@ -89,7 +89,7 @@ def build(name: str, site_name: str | None, time_limit: str, wait: bool, as_json
     from isambard_serve import image as images
     from isambard_serve import imagetask, recipe, run
 
-    site = options.choose_site(site_name)
+    site = options.avoid_bad_nodes(options.choose_site(site_name))
     plan = imagetask.build(images.load(name), site, run_id=run.new_id(f"image-{name}"), runs_dir=site.runs_dir,
                            python=sys.executable, time_s=recipe.seconds(time_limit, "--time"))
     options.submit_task(plan, site, wait=wait, as_json=as_json)
@@ -111,7 +111,7 @@ def check(name: str, site_name: str | None, assignments: tuple[str, ...], time_l
     """
     from isambard_serve import imagetask, recipe, run
 
-    site = options.choose_site(site_name)
+    site = options.avoid_bad_nodes(options.choose_site(site_name))
     chosen = options.load_recipe(name, assignments, None)
     plan = imagetask.check(chosen, site, run_id=run.new_id(f"check-{chosen.name}"), runs_dir=site.runs_dir,
                            python=sys.executable, time_s=recipe.seconds(time_limit, "--time"))

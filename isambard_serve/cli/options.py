@@ -98,15 +98,23 @@ def choose_site(name: str | None, *, from_afar: bool = False, placement: Any = N
     return msgspec.structs.replace(chosen, placement=placement) if placement else chosen
 
 
+def avoid_bad_nodes(chosen: Site) -> Site:
+    """``chosen``, whose jobs are not sent to nodes found bad of late; each that it did not leave out yet is named."""
+    from isambard_serve import health
+
+    known = health.bad_nodes(Path(chosen.runs_dir)) if chosen.scheduler == "slurm" else []
+    bad = [node for node in known if node.node not in (chosen.directives.exclude or "").split(",")]
+    for node in bad:
+        say(f"note: {node.node} is left out, where run {node.run_id} found: {'; '.join(node.faults)}")
+    return health.avoiding(chosen, bad)
+
+
 def make_plans(recipes: Sequence[Recipe], chosen: Site, run_id: str | None = None, runs_dir: str | None = None,
                resumes: str | None = None, *, same_node: bool = False, for_people: bool = False) -> list[Plan]:
     """The plans of one run, or of the rungs of a ladder, at ``chosen``; nodes found bad of late are left out."""
-    from isambard_serve import health, plan, run
+    from isambard_serve import plan, run
 
-    bad = health.bad_nodes(Path(chosen.runs_dir)) if chosen.scheduler == "slurm" else []
-    for node in bad:
-        say(f"note: {node.node} is left out, where run {node.run_id} found: {'; '.join(node.faults)}")
-    chosen = health.avoiding(chosen, bad)
+    chosen = avoid_bad_nodes(chosen)
     ids = [run.checked_id(run_id)] if run_id else [run.new_id(recipe.name) for recipe in recipes]
     return [plan.make(recipe, chosen, run_id=own, runs_dir=str(Path(runs_dir or chosen.runs_dir).absolute()),
                       python=sys.executable, ladder=tuple(ids) if len(ids) > 1 else (), same_node=same_node,

@@ -61,7 +61,7 @@ def shell(name: str | None, command: tuple[str, ...], site_name: str | None, ass
     from isambard_serve import container, launch, process, recipe
     from isambard_serve import shell as shells
 
-    site = options.choose_site(site_name)
+    site = options.avoid_bad_nodes(options.choose_site(site_name))
     cluster = options.open_slurm(site)
     terminal = _at_a_terminal()
     with contextlib.ExitStack() as files:

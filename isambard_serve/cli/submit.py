@@ -167,6 +167,7 @@ def _probe(image_of: str, site: Site, assignments: tuple[str, ...], time_limit: 
     given = click.get_current_context().params
     if any(given[name] for name in ("placement", "for_people", "no_numa_bind", "same_node", "profile_at", "resume")):
         raise UsageError("a probe serves nothing", where="submit probe", remedy="give it --image-of, --set or --time")
+    site = options.avoid_bad_nodes(site)
     return probetask.plan(options.load_recipe(image_of, assignments, None), site, run_id=run.new_id("probe"),
                           runs_dir=site.runs_dir, python=sys.executable, time_s=recipe.seconds(time_limit, "--time"))
 

@@ -35,7 +35,7 @@ def fetch(name: str, site_name: str | None, assignments: tuple[str, ...], time_l
     from isambard_serve import run
     from isambard_serve import weights as fetching
 
-    site = options.choose_site(site_name)
+    site = options.avoid_bad_nodes(options.choose_site(site_name))
     recipe = options.load_recipe(name, assignments, None)
     token = Path(os.environ.get("HF_TOKEN_PATH") or "~/.cache/huggingface/token").expanduser()
     if "HF_TOKEN" in os.environ and not token.exists():

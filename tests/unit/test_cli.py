@@ -16,7 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from isambard_serve import __version__, asked, doctor, health, remote
+from isambard_serve import __version__, asked, doctor, health, process, remote
 from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
@@ -306,6 +306,19 @@ def test_a_node_that_was_found_bad_of_late_is_left_out_and_said_so(cluster: Clus
     done = cluster("submit", "small", "--dry-run")
     assert "#SBATCH --exclude='nid[001-002],nid003'\n" in done.stdout
     assert done.stderr == "note: nid003 is left out, where run r1 found: GPU x: it hangs\n"
+
+
+@pytest.mark.parametrize("words", [("submit", "probe", "--image-of", "small"), ("weights", "fetch", "small"),
+                                   ("shell",), ("shell", "small")])
+def test_no_other_job_goes_to_a_bad_node_either(cluster: Cluster, monkeypatch: pytest.MonkeyPatch,
+                                                words: tuple[str, ...]) -> None:
+    bad = BadNode(node="nid003", time=time.time(), run_id="r1", faults=("GPU x: it hangs",))
+    health.remember(cluster.runs_dir, bad)
+    monkeypatch.setattr(process, "attended", lambda argv, env: 0)
+    done = cluster(*words)
+    written = "".join(path.read_text() for path in cluster.runs_dir.glob("*/*.sbatch"))
+    assert "--exclude='nid[001-002],nid003'\n" in written or "'--exclude=nid[001-002],nid003'" in done.stderr
+    assert done.stderr.count("nid003 is left out") == 1
 
 
 @pytest.fixture

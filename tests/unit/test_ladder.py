@@ -152,7 +152,7 @@ def ran(plans: list[Plan]) -> list[str]:
 
 
 def test_each_rung_runs_in_its_own_directory_with_its_own_log_and_a_failure_stops_no_other(plans: list[Plan]) -> None:
-    script = laddered(plans, ["pwd; X=1; trap '' TERM; exit 3", 'echo "${X-}"; trap', "pwd"])
+    script = laddered(plans, ["pwd; X=1; trap '' TERM; exit 3", 'echo "${X-}"; trap -p TERM', "pwd"])
     done = subprocess.run(["bash", script], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == ""
