@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 
 import pytest
@@ -73,3 +74,13 @@ def test_a_shell_on_a_node_of_ones_own_is_asked_for_in_the_way_that_the_site_tak
     assert lines[-1].startswith("job ")
     simulating.waits_for_an_empty_queue()
     assert not list(simulating.runs.glob(".shells/*"))
+
+
+def test_a_shell_at_a_terminal_is_at_one_on_the_node_too(simulating: Person) -> None:
+    """util-linux's ``script`` makes the terminal, as a person's has one."""
+    typed = shlex.join([str(simulating.bin / "isambard-serve"), "shell", "tiny", "--site", simulating.site])
+    done = simulating.cluster.run(["script", "--quiet", "--return", "--command", typed, "/dev/null"],
+                                  input="tty; echo job $SLURM_JOB_ID; exit 7\n", check=False)
+    assert done.returncode == 7, done.stdout
+    assert any(line.startswith("/dev/pts/") for line in done.stdout.splitlines()), done.stdout
+    simulating.waits_for_an_empty_queue()
