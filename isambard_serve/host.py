@@ -31,6 +31,9 @@ T = TypeVar("T")
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """How long to wait before each new attempt."""
 
+LASTING_S = 120.0
+"""A connection that was kept so long was a good one: its loss is not one of a row of losses."""
+
 
 class Host(Protocol):
     """A host that programs can be run on."""
@@ -127,8 +130,10 @@ def connected(alias: str, *, bulk: bool = False) -> Iterator[Host]:
 
 
 def persistently(alias: str, work: Callable[[Host], T], *, bulk: bool = False,
-                 pauses_s: Sequence[float] = PAUSES_S) -> T:
+                 pauses_s: Sequence[float] = PAUSES_S, lasting_s: float = LASTING_S) -> T:
     """Does ``work`` over a connection, and again over a new one when it is lost. Only for what is safe to repeat.
+
+    There is a new attempt after each of ``pauses_s``; after a connection that lasted ``lasting_s`` they begin anew.
 
     A host that cannot be reached in the beginning, and one that cannot be logged in to (an expired certificate), is
     not tried again.
@@ -137,12 +142,16 @@ def persistently(alias: str, work: Callable[[Host], T], *, bulk: bool = False,
         HostError: it cannot be logged in to, or the connection was lost again and again.
     """
     host: Host | None = connect(alias, bulk=bulk)
-    for pause_s in pauses_s:
+    left = list(pauses_s)
+    while True:
+        began = time.monotonic()
         try:
             with contextlib.closing(host or connect(alias, bulk=bulk)) as there:
                 return work(there)
         except ConnectionLostError:
+            if time.monotonic() - began >= lasting_s:
+                left = list(pauses_s)
+            if not left:
+                raise
             host = None
-            time.sleep(pause_s)
-    with connected(alias, bulk=bulk) as there:
-        return work(there)
+            time.sleep(left.pop(0))

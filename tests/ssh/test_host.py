@@ -473,6 +473,19 @@ def test_a_connection_that_is_lost_again_and_again_is_given_up(laptop: Laptop, w
     assert len(tries) == 3
 
 
+def test_connections_that_lasted_may_be_lost_any_number_of_times(laptop: Laptop, world: World) -> None:
+    tries = []
+
+    def work(there: Host) -> str:
+        tries.append(there)
+        if len(tries) <= 4:
+            world.cut_sessions()
+            there.run(["true"])
+        return "done"
+
+    assert host.persistently(ALIAS, work, pauses_s=[0], lasting_s=0) == "done"
+
+
 # A long way.
 
 
