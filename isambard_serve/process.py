@@ -145,6 +145,18 @@ def piped(argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subproce
     return child
 
 
+# $$ stays the program's own id as long as this watcher, which is of its group, lives.
+_TETHERED = 'exec 3<&0 </dev/null; { cat <&3; kill "$$"; } >/dev/null 2>&1 & exec "$@" 3<&-'
+
+
+def tethered(argv: Sequence[str]) -> list[str]:
+    """``argv``, for a program that does not read its input, so that it ends (TERM) when its input does.
+
+    So it does not outlive a process that was killed, on any system.
+    """
+    return ["/bin/sh", "-c", _TETHERED, "sh", *argv]
+
+
 def attended(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs ``argv`` at the terminal of this process, whose Ctrl-C is then for it alone, and returns its exit code.
 

@@ -91,7 +91,8 @@ class OpensshHost:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="isambard-serve-"))
             self._socket = Path(folder) / "s"
             offered = [f"-oCiphers={','.join(ciphers)}"] if ciphers else []
-            self._master = process.piped([*self._ssh("-M", "-N", *offered), "--", alias], env=environment())
+            master = process.tethered([*self._ssh("-M", "-N", *offered), "--", alias])
+            self._master = process.piped(master, env=environment())
             stack.callback(self._end_master)
             self._wait_for_master()
             self._up = stack.pop_all()

@@ -137,8 +137,8 @@ class ParamikoHost:
             if hop.proxy_command:
                 return stack.enter_context(process.connected(f"exec {expanded(hop.proxy_command, hop)}"))
             sock = socket.create_connection((hop.hostname, hop.port), timeout=hop.connect_timeout_s)
-        except OSError as error:
-            raise ConnectionLostError(f"cannot be reached: {error.strerror or error}", where=where,
+        except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
+            raise ConnectionLostError(f"cannot be reached: {getattr(error, 'strerror', None) or error}", where=where,
                                       remedy=f"see what `ssh {self.name}` says") from error
         with contextlib.suppress(OSError, AttributeError):  # Linux: the kernel notices a silent peer
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -411,6 +412,12 @@ def test_a_login_shell_that_ends_before_the_command_is_named(laptop: Laptop, wor
         (world.home / ".bash_profile").unlink()
 
 
+@pytest.mark.parametrize("name", ["..", "x" * 300, "\udcff"])
+def test_a_name_that_no_host_can_have_is_said_to_be_out_of_reach(laptop: Laptop, name: str) -> None:
+    with pytest.raises(HostError, match="cannot be reached"):
+        host.connect(name)
+
+
 # A connection that goes away.
 
 
@@ -484,6 +491,16 @@ def test_connections_that_lasted_may_be_lost_any_number_of_times(laptop: Laptop,
         return "done"
 
     assert host.persistently(ALIAS, work, pauses_s=[0], lasting_s=0) == "done"
+
+
+def test_no_connection_of_openssh_outlives_a_command_that_was_killed(laptop: Laptop, world: World) -> None:
+    hold = f"from isambard_serve.ssh import opensshhost as o; x = o.OpensshHost('{ALIAS}'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as command:
+        assert command.stdout
+        assert command.stdout.readline() == b"\n"
+        assert world.laptop.processes("ssh")
+        command.kill()
+    wait_until(lambda: not world.laptop.processes("ssh"), 10, "the connection to end")
 
 
 # A long way.
