@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -32,7 +35,8 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _ended_as_by_ctrl_c():
+                return super().invoke(ctx)
         except ServeError as error:
             code, message = error.exit_code, str(error)
         except BrokenPipeError:
@@ -43,6 +47,22 @@ class _Group(click.Group):
             code, message = 1, f"{error.filename or 'input/output'}: {error.strerror or error}"
         click.echo(f"error: {message}", err=True)
         ctx.exit(code)
+
+
+@contextlib.contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """What tells this process to end, such as a terminal that is closed, lets it tidy up (unless it hears nothing)."""
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in heard:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -37,6 +37,7 @@ def tunnel(name: str, command: tuple[str, ...], host: str | None, site_name: str
     from isambard_serve import process, records
     from isambard_serve import tunnel as tunnels
     from isambard_serve.errors import ServeError
+    from isambard_serve.run import write_whole
 
     alias, site = elsewhere.needed(host), elsewhere.named_site(site_name)
     with tempfile.TemporaryDirectory(prefix="isambard-serve-") as folder, \
@@ -50,8 +51,8 @@ def tunnel(name: str, command: tuple[str, ...], host: str | None, site_name: str
                 code = process.attended(command, env={**os.environ, "OPENAI_BASE_URL": base_url,
                                                       "OPENAI_API_KEY": target.key})
                 return False
-            key_file = Path(folder) / "api.key"  # in a folder that nobody else may enter
-            key_file.write_text(target.key)
+            key_file = Path(folder) / "api.key"
+            write_whole(key_file, target.key)
             if as_json:
                 click.echo(records.document("tunnel", run_id=target.run_id, base_url=base_url, model=target.model,
                                             key_file=str(key_file)))

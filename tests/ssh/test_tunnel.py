@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
@@ -78,7 +79,7 @@ def test_the_key_is_in_a_file_of_the_user_alone_and_in_no_command(laptop: Laptop
     with tunnelled(laptop, served["run_id"]) as (process, opened):
         path = Path(opened["key_file"])
         key = path.read_text()
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)] == [0o600, 0o700]
         assert models(opened, key)["data"]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             models(opened, None)
@@ -90,6 +91,15 @@ def test_the_key_is_in_a_file_of_the_user_alone_and_in_no_command(laptop: Laptop
         assert key not in said
         assert not path.exists()
     assert asks(laptop, "status", served["run_id"])["runs"][0]["state"] == "ready"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_tunnel_that_is_told_to_end_leaves_no_key(laptop: Laptop, served: dict[str, Any],
+                                                   number: signal.Signals) -> None:
+    with tunnelled(laptop, served["run_id"]) as (process, opened):
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert not Path(opened["key_file"]).exists()
 
 
 def _readable(path: Path) -> bool:

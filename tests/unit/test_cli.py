@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.health import BadNode
+from isambard_serve.process import Completed
 from isambard_serve.records import Row, Writer
 from isambard_serve.run import RunDir
 from isambard_serve.slurm import Slurm
@@ -375,6 +377,29 @@ def test_an_interrupted_submission_leaves_nothing_in_the_queue(cluster: Cluster)
     cluster("submit", "small", code=130)
     assert ("scancel", "101") in cluster.slurm.calls
     assert cluster.json("status")["runs"][0]["state"] == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_tidies_up_as_for_ctrl_c(cluster: Cluster, number: signal.Signals) -> None:
+    cluster.slurm.answers["sbatch"] = (
+        lambda argv: said("101") if argv[-1].endswith("serve.sbatch") else os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    cluster("submit", "small", code=130)
+    assert ("scancel", "101") in cluster.slurm.calls
+    assert signal.getsignal(number) == before
+
+
+def test_a_command_below_nohup_hears_no_hangup(cluster: Cluster) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        def sbatch(argv: Sequence[str]) -> Completed:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return said("101")
+
+        cluster.slurm.answers["sbatch"] = sbatch
+        cluster("submit", "small")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_submission_says_on_stderr_what_comes_next(
