@@ -23,6 +23,9 @@ ENDS = ("done", "failed", "cancelled")
 SILENT_S = 60.0
 """How long a run may write nothing before whoever follows its log asks Slurm: an engine is sampled each second."""
 
+LAST_WORDS_S = 15.0
+"""How long whoever follows its log waits for a run that was told to end to have said its last words."""
+
 UNKNOWN_S = 600.0
 """How long to wait for an unknown state to become known again."""
 
@@ -149,10 +152,15 @@ def follow(path: Path, run: RunDir, slurm: Slurm | None, *, skip: int = 0, tick_
     a job that could not say a last word, and then no oftener than the site allows.
     """
     position = skip
+    seen_ended: float | None = None
     while True:
         silence_s = _silence_s(run)
         silent = time.time() - run.jobs.stat().st_mtime if silence_s is None and run.jobs.exists() else silence_s
-        ended = read(run, slurm if silent is not None and silent > SILENT_S else None).state in (*ENDS, "unknown")
+        state = read(run, slurm if silent is not None and silent > SILENT_S else None).state
+        if state in ENDS and seen_ended is None:
+            seen_ended = time.monotonic()
+        ended = state == "unknown" or (seen_ended is not None and (
+            _fell_silent(run) or time.monotonic() - seen_ended > LAST_WORDS_S))
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(position)
             while block := file.read(1 << 16):
@@ -161,6 +169,12 @@ def follow(path: Path, run: RunDir, slurm: Slurm | None, *, skip: int = 0, tick_
         if ended:
             return
         time.sleep(tick_s)
+
+
+def _fell_silent(run: RunDir) -> bool:
+    """Whether its job has said how it ended, or none ever ran: a run that is cancelled goes on for a moment."""
+    said = [event.event for event in run.read_events() if event.writer in HOLDERS]
+    return not said or any(event in ENDS for event in said)
 
 
 def wait(run: RunDir, slurm: Slurm | None, changed: Callable[[Run], None], tick_s: float = 1.0,

@@ -234,6 +234,25 @@ def test_following_waits_for_a_log_that_is_not_there_yet(run: RunDir, monkeypatc
     assert b"".join(status.follow(run.engine_log, run, None)) == b"late\n"
 
 
+def test_following_a_cancelled_run_goes_on_to_its_last_words(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.record("serve", "loading")
+    run.record("cancel", "cancelled")
+
+    def meanwhile(_: float) -> None:
+        run.engine_log.write_bytes(b"shut down\n")
+        run.record("serve", "cancelled")
+
+    monkeypatch.setattr("time.sleep", meanwhile)
+    assert b"".join(status.follow(run.engine_log, run, None)) == b"shut down\n"
+
+
+def test_following_waits_no_longer_than_a_while_for_last_words(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.record("serve", "loading")
+    run.record("cancel", "cancelled")
+    monkeypatch.setattr(status, "LAST_WORDS_S", 0.0)
+    assert list(status.follow(run.engine_log, run, None)) == []
+
+
 def test_following_ends_when_nobody_can_say_how_the_run_is(run: RunDir) -> None:
     write_whole(run.jobs, b"{}")
     run.engine_log.write_bytes(b"x")
