@@ -147,11 +147,14 @@ def decide(space: Space, steps: Sequence[Step]) -> Scout | Measure | Stop:
         if scout and evidence.spent < space.budget_gpu_s:
             return scout
     concurrency = evidence.next_point()
-    if concurrency is None:
+    cut_short = concurrency is not None and evidence.full
+    if concurrency is None or cut_short:
         concurrency = evidence.knee
         done = sum(point.concurrency == concurrency for point in evidence.points)
-        if concurrency is None or done >= space.repeats:
-            return evidence.end("the knee is found" if evidence.valid else "no point was valid")
+        if concurrency is None:
+            return evidence.end("no point was valid")
+        if done >= space.repeats:
+            return evidence.end(f"the budget of {POINTS} concurrencies is spent" if cut_short else "the knee is found")
         return Measure(concurrency=concurrency, repeat=done + 1)
     if not evidence.affordable(concurrency):
         return evidence.end("the budget is spent")
@@ -177,6 +180,11 @@ class _Evidence:
     def spent(self) -> float:
         """GPU-seconds so far."""
         return sum(step.gpu_s for step in self._steps)
+
+    @property
+    def full(self) -> bool:
+        """Whether as many concurrencies were measured as may be."""
+        return len(self._measured) >= POINTS
 
     @property
     def knee(self) -> int | None:
@@ -247,13 +255,13 @@ class _Evidence:
         """Where to look for a valid point below ``concurrency``, if too many sequences were what was wrong there."""
         step = self._measured[concurrency]
         crowded = (step.preemptions or 0.0) > CROWDED * concurrency * self._space.prompts_per_concurrency
-        return concurrency * 7 // 8 or None if crowded and len(self._measured) < POINTS else None
+        return concurrency * 7 // 8 or None if crowded else None
 
     def _better(self, best: int) -> int | None:
         """Where the best may still be: where a scout saw more, lower if many lost room, higher if some is left."""
         step = self._measured[best]
         promising, tok_s = self._best_scout()
-        if len(self._measured) >= POINTS or self.plateau:
+        if self.plateau:
             return None
         if tok_s > (1 + NEAR) * self.valid[best] and promising not in self._measured:
             return promising
@@ -268,7 +276,7 @@ class _Evidence:
     def _narrower(self, best: int) -> int | None:
         """Where the knee may lie below ``best``, by the scouts' curve up to it; None if that is near enough."""
         lower = [(concurrency, tok_s) for concurrency, tok_s in self._curve if concurrency < best]
-        if not lower or self.plateau or self.knee != best or len(self._measured) >= POINTS:
+        if not lower or self.plateau or self.knee != best:
             return None  # on a plateau the scouts have placed it already
         guess = self._crossing([*lower, (best, self.valid[best])], (1 - NEAR) * self.valid[best])
         below = max((concurrency for concurrency in self._measured if concurrency < best), default=0)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
               "the queue, and a fairer ratio than that of several nodes.")
 @click.option("--profile-at", metavar="CONCURRENCY", type=click.IntRange(1), help="Measure nothing: record some steps "
               "of steady decode at this concurrency with the engine's profiler, for `trace`.")
-@click.option("--resume", metavar="JOBID", help="Go on with a run that was lost: its recipe again, but for the points "
-              "that are valid already. Instead of RECIPE.")
+@click.option("--resume", metavar="JOBID", help="Go on with a run that was lost, and has ended: its recipe again, "
+              "but for the points that are valid already. Instead of RECIPE.")
 @click.option("--image-of", metavar="RECIPE", default="dp4-humming", show_default=True,
               shell_complete=options.recipe_names, help="Of `submit probe`: in whose image, and whose kernels.")
 @click.option("--max-node-hours", type=float, help="Refuse what may cost more than this in all.")
@@ -140,12 +140,34 @@ def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], t
     if names or assignments or same_node:
         raise UsageError("a run is resumed with its own recipe, alone", where="--resume",
                          remedy="leave RECIPE, --set and --same-node out")
-    lost = options.open_runs(site).find(resume)
+    lost = _lost(resume, site)
     recipes = [options.load_recipe(str(lost.lock), (), time_limit)]
     plans = options.make_plans(recipes, site, resumes=lost.run_id)
     if launch.left(lost, plans[0]) == 0:
         raise UsageError("has no point left to measure", where=lost.run_id, remedy=f"isambard-serve collect {resume}")
     return plans, recipes
+
+
+def _lost(name: str, site: Site) -> RunDir:
+    """The run ``name``, which has ended, and was to measure points.
+
+    Raises:
+        UsageError: it goes on, or has no points to go on with.
+    """
+    from isambard_serve import status as statuses
+    from isambard_serve.errors import UsageError
+    from isambard_serve.run import Outline, read_record
+
+    lost = options.open_runs(site).find(name)
+    run = statuses.read(lost, options.open_slurm(site))
+    if run.state not in (*statuses.ENDS, "unknown"):
+        raise UsageError(f"has not ended: it is {run.state}", where=run.run_id,
+                         remedy=f"wait for it, or end it first: isambard-serve cancel {run.run_id}")
+    plan = read_record(lost.plan, Outline)
+    if not (plan.points or plan.search):
+        raise UsageError("was to measure no points, so that none are left", where=run.run_id,
+                         remedy="submit it again, as it was submitted")
+    return lost
 
 
 def _warn(recipes: list[Recipe], site: Site) -> None:

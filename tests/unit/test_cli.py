@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,9 +23,10 @@ from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.health import BadNode
+from isambard_serve.knee import Found
 from isambard_serve.process import Completed
 from isambard_serve.records import Row, Writer
-from isambard_serve.run import RunDir
+from isambard_serve.run import RunDir, write_whole
 from isambard_serve.slurm import Slurm
 from tests.unit.helpers import HERE, PRETEND, SMALL, FakeSlurm, keep_row, ready, said, some_row
 
@@ -786,6 +788,32 @@ def test_who_waits_for_a_server_for_people_is_told_where_it_answers_once_it_does
 @pytest.mark.parametrize("words", [["small", "small"], ["--resume", "101"]])
 def test_people_are_served_by_one_recipe_from_its_beginning(cluster: Cluster, words: list[str]) -> None:
     assert "--serve: one recipe is served at a time" in cluster("submit", "--serve", *words, code=2).stderr
+
+
+@pytest.mark.parametrize(("words", "end", "why"), [
+    ([], None, "has not ended: it is submitted"), ([], "measuring", "has not ended: it is measuring"),
+    (["--serve"], "cancelled", "was to measure no points"),
+    (["--profile-at", "2"], "failed", "was to measure no points"),
+])
+def test_a_run_that_goes_on_or_has_no_points_is_not_resumed(
+        cluster: Cluster, words: list[str], end: str | None, why: str) -> None:
+    (run,) = cluster.json("submit", "small", *words)["runs"]
+    if end:
+        RunDir(cluster.runs_dir / run["run_id"]).record("serve", end)
+    assert f"{run['run_id']}: {why}" in cluster("submit", "--resume", "101", code=2).stderr
+    assert cluster.slurm.commands().count("sbatch") == len(run["jobs"])
+
+
+def test_a_search_that_ended_without_a_knee_is_resumed(cluster: Cluster) -> None:
+    (submitted,) = cluster.json("submit", "small", "--set", "bench.concurrency=saturate")["runs"]
+    run = RunDir(cluster.runs_dir / submitted["run_id"])
+    keep_row(run, some_row(valid=False))
+    run.record("serve", "done")
+    found = Found(knee=None, saturation=None, reason="no point was valid", scouts=1, points=1, gpu_s=1.0)
+    for knee, code in ((None, 0), (1, 2)):
+        write_whole(run.knee, msgspec.json.encode(msgspec.structs.replace(found, knee=knee)))
+        result = cluster("submit", "--resume", run.run_id, "--dry-run", code=code)
+        assert ("no point left" in result.stderr) == bool(code)
 
 
 def test_doctor_looks_at_the_way_to_a_login_node_first_and_at_the_rest_there(

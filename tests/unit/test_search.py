@@ -153,6 +153,12 @@ def test_it_goes_on_from_points_alone() -> None:
     assert isinstance(decide(SPACE, alone), Stop | Measure)
 
 
+def test_no_knee_is_called_found_where_more_at_once_would_give_more() -> None:
+    steps = [curve_step("point", 64 * 2 ** power, 100.0 * 1.5 ** power, kv_cache_usage=0.02 * 2 ** power)
+             for power in range(search.POINTS)]
+    assert decide(SPACE, steps) == Stop(knee=1024, saturation=None, reason="the budget of 5 concurrencies is spent")
+
+
 def test_what_to_do_next_depends_on_nothing_but_the_steps_so_far() -> None:
     steps, end = searched(SATURATES, repeats=2)
     space = msgspec.structs.replace(SPACE, repeats=2)
