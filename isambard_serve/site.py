@@ -177,17 +177,19 @@ def resolved(site: Site, environ: Mapping[str, str], *, from_afar: bool = False)
         UsageError: a variable has no value.
     """
     assumed: list[str] = []
+    # Shells have UID and export it to nobody: by itself it tells nothing of where this is.
+    elsewhere = from_afar and not all(environ.get(name) for name in site.example if name != "UID")
 
     def fill(text: str) -> str:
         def value(match: re.Match[str]) -> str:
             name = match[1] or match[2]
             if environ.get(name):  # an empty one would make a path from the root
                 return environ[name]
+            if name == "UID" and not elsewhere:
+                return str(os.getuid())
             if from_afar and name in site.example:
                 assumed.append(name)
                 return site.example[name]
-            if name == "UID":  # shells have it, and export it to nobody
-                return str(os.getuid())
             raise UsageError(f"${name} is not set", where=f"site {site.name}",
                              remedy=f"run this where {name} is set (a login node of {site.name}), or set it")
         return _VARIABLE.sub(value, text)

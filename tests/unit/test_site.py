@@ -125,6 +125,12 @@ def test_a_real_value_is_never_replaced_by_an_example(from_afar: bool) -> None:
     assert (filled.container.binds, assumed) == (("/real", "/real"), [])
 
 
+def test_where_the_site_is_a_plan_has_the_same_values_as_a_submission() -> None:
+    environ = {"SCRATCHDIR": "/real", "PROJECTDIR": "/real"}  # UID: shells export it to nobody
+    assert site.resolved(site.load("isambard-ai"), environ, from_afar=True) == site.resolved(
+        site.load("isambard-ai"), environ)
+
+
 def test_example_values_stand_in_only_from_afar_and_are_named() -> None:
     shown = site.load("isambard-ai")
     filled, assumed = site.resolved(shown, {"PROJECTDIR": "/real"}, from_afar=True)
