@@ -183,3 +183,21 @@ def open_runs(chosen: Site) -> Runs:
     from isambard_serve.run import Runs
 
     return Runs(Path(chosen.runs_dir), chosen.name)
+
+
+def located(name: str, site_name: str | None) -> Path:
+    """Where ``name`` lies: a path, a run that `collect` has put into ./results, or one at the site.
+
+    Raises:
+        UsageError: nowhere.
+    """
+    from isambard_serve.errors import UsageError
+
+    for path in (Path(name), Path("results") / name):
+        if path.exists():
+            return path
+    try:
+        return open_runs(choose_site(site_name)).find(name).path
+    except UsageError as error:
+        raise UsageError(f"is no file or folder here, and no run that is known here: {error.what}", where=name,
+                         remedy=error.remedy) from error

@@ -64,13 +64,13 @@ def _found(name: str, site_name: str | None) -> Ceilings:
     from isambard_serve.errors import UsageError
     from isambard_serve.run import RunDir, read_record
 
-    path = Path(name)
-    if not path.is_file():
-        here = Path("results") / name
-        directory = RunDir(here) if here.is_dir() else options.open_runs(options.choose_site(site_name)).find(name)
-        path = directory.ceilings
+    path = options.located(name, site_name)
+    if path.is_dir():
+        run = RunDir(path)
+        path = run.ceilings
         if not path.is_file():
-            raise UsageError("has measured no ceilings", where=directory.run_id, remedy=f"isambard-serve logs {name}")
+            raise UsageError("has measured no ceilings", where=name,
+                             remedy=f"isambard-serve logs {name}" if run.is_task else "isambard-serve submit probe")
     return read_record(path, Ceilings)
 
 

@@ -44,7 +44,7 @@ def trace(names: tuple[str, ...], site_name: str | None, table: Path | None, flo
 
     chosen = bucketing.load(table)
     given = files.floors(floors, chosen) if floors else None
-    places = [_place(name, site_name) for name in names]
+    places = [options.located(name, site_name) for name in names]
     paths = [path for place in places for path in files.traces(place)]
     ranks = breakdown.of_files(paths, chosen, options.say)
     if not ranks:
@@ -54,14 +54,6 @@ def trace(names: tuple[str, ...], site_name: str | None, table: Path | None, flo
     if plot:
         shown.picture(result, plot)
     click.echo(records.document("trace", **msgspec.structs.asdict(result)) if as_json else shown.text(result))
-
-
-def _place(name: str, site_name: str | None) -> Path:
-    """The file or folder that ``name`` means: a path, a run that was collected here, or one at the site."""
-    for path in (Path(name), Path("results") / name):
-        if path.exists():
-            return path
-    return options.open_runs(options.choose_site(site_name)).find(name).path
 
 
 def _reckoned(places: Sequence[Path]) -> dict[str, float]:

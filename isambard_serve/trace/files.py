@@ -10,6 +10,8 @@ from isambard_serve.errors import UsageError, nearest
 from isambard_serve.run import RunDir
 from isambard_serve.trace.buckets import IDLE, Table
 
+RECORD = "record one: isambard-serve submit RECIPE --profile-at CONCURRENCY"
+
 
 def traces(path: Path) -> list[Path]:
     """The traces at ``path``: a trace itself, a folder of them, or a run's directory.
@@ -19,12 +21,14 @@ def traces(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    profile = RunDir(path).profile
-    folder = profile if profile.is_dir() else path
+    run = RunDir(path)
+    if run.plan.is_file() and not run.profile.is_dir():
+        raise UsageError("is a run that recorded no profile", where=str(path), remedy=RECORD)
+    folder = run.profile if run.profile.is_dir() else path
     found = sorted(each for each in folder.glob("*") if each.name.endswith((".json", ".json.gz")) and each.is_file())
     if not found:
         raise UsageError("holds no trace (*.json, *.json.gz)", where=str(folder),
-                         remedy="record one: isambard-serve submit RECIPE --profile-at CONCURRENCY")
+                         remedy=RECORD)
     return found
 
 

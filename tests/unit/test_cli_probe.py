@@ -75,13 +75,16 @@ def test_a_run_is_looked_for_here_and_at_the_site(runs_dir: Path, tmp_path: Path
     run.plan.write_text("{}")
     refused = CliRunner().invoke(main, ["probe", RUN])
     assert refused.exit_code == 2
-    assert "has measured no ceilings" in refused.stderr
+    assert "has measured no ceilings\n  → isambard-serve submit probe\n" in refused.stderr
+    run.task_script.touch()
+    assert f"→ isambard-serve logs {RUN}" in CliRunner().invoke(main, ["probe", RUN]).stderr
     run.ceilings.write_bytes(msgspec.json.encode(node(600.0)))
     assert "600 TFLOP/s" in CliRunner().invoke(main, ["probe", RUN]).stdout
     collected = tmp_path / "results" / RUN
     collected.mkdir(parents=True)
     (collected / "ceilings.json").write_bytes(msgspec.json.encode(node(610.0)))
-    assert "610 TFLOP/s" in CliRunner().invoke(main, ["probe", RUN]).stdout
+    for name in (RUN, f"results/{RUN}"):
+        assert "610 TFLOP/s" in CliRunner().invoke(main, ["probe", name]).stdout
 
 
 def test_a_machine_of_no_site_compares_with_nothing_and_says_so(

@@ -98,3 +98,16 @@ def test_the_command_prints_words_or_json(rungs: tuple[RunDir, RunDir], isolated
     document: dict[str, Any] = json.loads(said("--json"))
     assert document["schema"] == "isambard-serve/compare/1"
     assert (document["factors"]["throughput"], document["same"], document["partings"][0]["agree"]) == (3.0, 0.0, 1)
+
+
+def test_collected_runs_are_compared_where_no_site_is_known(rungs: tuple[RunDir, RunDir], isolated: Path) -> None:
+    collected = isolated / "results"
+    collected.mkdir()
+    for run, row in zip(rungs, (SLOW, FAST), strict=True):
+        kept(run, row)
+        run.path.rename(collected / run.run_id)
+    for words in ([run.run_id for run in rungs], [f"results/{run.run_id}/" for run in rungs]):
+        done = CliRunner().invoke(cli.main, ["compare", *words])
+        assert "3.00x the output tok/s" in done.stdout, done.output
+    done = CliRunner().invoke(cli.main, ["compare", "results", "results/nothing"])
+    assert (done.exit_code, done.stderr.splitlines()[0]) == (2, "error: results: is no run's folder")

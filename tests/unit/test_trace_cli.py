@@ -185,7 +185,15 @@ def test_where_the_least_is_not_known_it_is_left_open(assignment: str, site: str
 @pytest.mark.parametrize("name", ["nowhere.json", "20261129-181258-other-3f2a", "latest"])
 def test_what_is_neither_a_path_nor_a_run_is_refused(name: str, user_file: Write) -> None:
     user_file("config.yaml", f"site: {PRETEND}\n")
-    assert "error: " in typed(name, code=2)[1]
+    assert f"error: {name}: is no file or folder here, and no run that is known here: " in typed(name, code=2)[1]
+
+
+def test_a_run_that_recorded_no_profile_is_named_and_none_of_its_files_taken_for_a_trace(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    write_whole(run.binding, "{}")
+    assert typed(run.path, code=2)[1] == (
+        f"error: {run.path}: is a run that recorded no profile\n"
+        "  → record one: isambard-serve submit RECIPE --profile-at CONCURRENCY\n")
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
