@@ -59,20 +59,22 @@ def _state(known: Known) -> str:
 
 @image.command()
 @_name
-def resolve(name: str) -> None:
+@options.as_json
+def resolve(name: str, as_json: bool) -> None:
     """Ask the registry for the digest of IMAGE's base, and write it into IMAGE's definition.
 
     A tag may mean another image tomorrow; a digest never does. A definition that is shipped stays as it is: one of
     your own extends it.
     """
     from isambard_serve import image as images
-    from isambard_serve import registry
+    from isambard_serve import records, registry
 
     made = images.load(name)
     digest = registry.digest(made.base, made.platform)
     path = images.write_digest(name, digest)
     options.say(f"{made.base} for {made.platform}, written to {path}")
-    click.echo(digest)
+    click.echo(records.document("digest", image=name, base=made.base, platform=made.platform, digest=digest,
+                                file=str(path)) if as_json else digest)
 
 
 @image.command()

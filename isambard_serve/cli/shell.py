@@ -44,8 +44,8 @@ def attach(name: str, command: tuple[str, ...], site_name: str | None) -> None:
 
 
 @click.command()
-@click.argument("name", metavar="[RECIPE]", required=False, shell_complete=options.recipe_names)
-@click.argument("command", metavar="[-- COMMAND...]", nargs=-1)
+@click.argument("name", metavar="[RECIPE", required=False, shell_complete=options.recipe_names)
+@click.argument("command", metavar="[-- COMMAND...]]", nargs=-1)
 @options.site
 @options.assignments
 @click.option("--time", "time_limit", metavar="TIME", default="1h", show_default=True,

@@ -90,6 +90,8 @@ def test_a_digest_is_printed_and_written(person: Person, monkeypatch: pytest.Mon
     own = tmp_path / "home/config/isambard-serve/images/vllm-0.33.yaml"
     assert str(own) in result.stderr
     assert own.is_file()
+    document = json.loads(person("image", "resolve", "vllm-0.33", "--json").stdout)
+    assert (document["schema"], document["digest"], document["file"]) == ("isambard-serve/digest/1", DIGEST, str(own))
     person("image", "build", "vllm-0.33")
 
 
