@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from isambard_serve.cli import elsewhere, options
+
+if TYPE_CHECKING:
+    from isambard_serve.plan import Plan
 
 
 @click.command()
@@ -99,20 +104,30 @@ def plan(names: tuple[str, ...], site_name: str | None, assignments: tuple[str, 
     for each, forecast in zip(made, expected, strict=True):
         if each.simulated:
             click.echo("SIMULATED: the engine is a model of one; no GPU is held and nothing is charged.")
+        alone = f" ({each.node_hours.inside:g} without the sweep's own job)" if each.placement == "dependent" else ""
         click.echo(f"{each.recipe} at {each.site}: {each.gpus} of a node's {each.node_gpus} GPUs, "
-                   f"at most {each.serve_directives['time']} and {each.node_hours.dependent:g} node-hours "
-                   f"({each.node_hours.inside:g} without the sweep's own job)")
+                   f"at most {each.serve_directives['time']} and {each.cost:g} node-hours{alone}")
         click.echo(cost.words(forecast) if forecast else
                    f"expected: nothing is known of {each.model}, of {each.site}'s GPUs, or of the two together")
-        listed = ", ".join(point.name for point in each.points)
-        click.echo(f"points: {listed or 'wherever the search for the knee leads,'} at ISL/OSL "
-                   f"{each.isl}/{each.osl}, {each.limits.window_s} s each at least")
+        click.echo(_measured(each))
         for name, value in each.environment.items():
             click.echo(f"  {name}={value}")
         unknown = {name: [name.upper()] for name in each.lists}
         command = plans.filled((*each.launcher_argv, *each.container_argv, *each.engine_argv), port="PORT",
                                lists=unknown)
         click.echo(f"  {shlex.join(command)}")
+        click.echo(f"filled in on the node: {', '.join(['PORT', *(name.upper() for name in each.lists)])}")
+
+
+def _measured(plan: Plan) -> str:
+    """What is measured, in one line."""
+    lengths = f"at ISL/OSL {plan.isl}/{plan.osl}"
+    if plan.profile:
+        wanted = plan.profile
+        return f"points: none; {wanted.steps} steps are recorded at concurrency {wanted.concurrency} {lengths}"
+    listed = ", ".join(point.name for point in plan.points)
+    return (f"points: {listed or 'wherever the search for the knee leads,'} {lengths}, "
+            f"{plan.limits.window_s} s each at least")
 
 
 @click.command()

@@ -201,7 +201,8 @@ def test_a_plan_is_priced_for_several_recipes_and_predicts_nothing_that_is_not_m
         assert (entry["predicted_output_tok_s"], entry["predicted_knee"]) == (None, None)
         assert entry["node_hours"] == {"inside": 2.0, "dependent": 2.0}
     text = cluster("plan", "tp4").stdout
-    assert "at most 04:00:00 and 4 node-hours" in text
+    assert "filled in on the node: PORT" in text
+    assert "at most 04:00:00 and 4 node-hours (4 without the sweep's own job)" in text
     assert "expected: nothing is known of deepseek-ai/DeepSeek-V4-Flash, of here's GPUs, or of the two together" in text
 
 
@@ -248,6 +249,9 @@ def test_weights_that_are_not_there_are_missed_before_anything_is_sent(
 def test_a_profile_instead_of_points_is_planned(cluster: Cluster) -> None:
     (plan,) = cluster.json("submit", "small", "--profile-at", "16", "--dry-run")["plans"]
     assert (plan["points"], plan["profile"], plan["placement"]) == ([], {"concurrency": 16, "steps": 30}, "inside")
+    text = cluster("plan", "small", "--set", "bench.profile_at=16").stdout
+    assert "points: none; 30 steps are recorded at concurrency 16 at ISL/OSL" in text
+    assert "without the sweep's own job" not in text
     assert "--profile-at" in cluster("submit", "small", "--profile-at", "0", code=2).stderr
     assert "not profiled" in cluster("submit", "small", "--profile-at", "1", "--serve", "--dry-run", code=2).stderr
 
