@@ -65,6 +65,6 @@ class NotReadyError(ServeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was most likely meant to be, as a remedy; None when none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """The other known name that ``name`` was most likely meant to be, as a remedy; None when none is near."""
+    close = difflib.get_close_matches(name, [each for each in known if each != name], n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else None

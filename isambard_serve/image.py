@@ -92,7 +92,8 @@ def locate(name: str, named_by: Path | None = None) -> Path:
     found = shipped.named_file(name, folders(), other_than=named_by)
     if found is None:
         known = names()
-        raise UsageError(f"no image is called {name!r}", where=f"{named_by}: extends" if named_by else None,
+        raise UsageError(f"no {'other ' if name in known else ''}image is called {name!r}",
+                         where=f"{named_by}: extends" if named_by else None,
                          remedy=nearest(name, known) or f"known images: {', '.join(known) or 'none'}")
     return found
 

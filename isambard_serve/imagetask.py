@@ -114,7 +114,8 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 def _images_dir(site: Site) -> str:
     if site.container.runtime not in ("podman-hpc", "apptainer"):
-        raise UsageError("runs no containers", where=f"site {site.name}: container.runtime")
+        raise UsageError("runs no containers", where=f"site {site.name}: container.runtime",
+                         remedy="name a site that does, with --site")
     if site.container.images_dir is None:
         raise UsageError("does not say where its images lie", where=f"site {site.name}: container.images_dir")
     return site.container.images_dir

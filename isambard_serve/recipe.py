@@ -176,7 +176,8 @@ def locate(name: str, named_by: Path | None = None) -> Path:
     found = shipped.named_file(name, beside + folders(), other_than=named_by)
     if found is None:
         available = names()
-        raise UsageError(f"no recipe is called {name!r}", where=f"{named_by}: extends" if named_by else None,
+        raise UsageError(f"no {'other ' if name in available else ''}recipe is called {name!r}",
+                         where=f"{named_by}: extends" if named_by else None,
                          remedy=nearest(name, available) or f"known recipes: {', '.join(available)}")
     return found
 

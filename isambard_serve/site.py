@@ -127,7 +127,8 @@ def _locate(name: str, named_by: Path | None = None) -> Path:
     found = shipped.named_file(name, folders(), other_than=named_by)
     if found is None:
         known = names()
-        raise UsageError(f"no site is called {name!r}", where=f"{named_by}: extends" if named_by else "--site",
+        raise UsageError(f"no {'other ' if name in known else ''}site is called {name!r}",
+                         where=f"{named_by}: extends" if named_by else "--site",
                          remedy=nearest(name, known) or f"known sites: {', '.join(known) or 'none'}")
     return found
 

@@ -83,7 +83,7 @@ def _submitted(jobs: Jobs, serve: str | None, slurm: Mapping[str, JobState]) -> 
         return "unknown", "nothing was submitted"
     waiting = f"Slurm: {answer.state}" + (f" ({answer.reason})" if answer.reason else "") if answer else None
     if answer and answer.state == "RUNNING":
-        waiting = "waits for its turn: its job runs"
+        waiting = "its job runs; the run itself has not begun"
     return "submitted", _cut_off(jobs) or waiting
 
 

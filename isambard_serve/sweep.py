@@ -103,7 +103,7 @@ def _work(loop: points.Loop, engine: EngineClient) -> str:
     rows = loop.run.read_rows()
     if all(row.output_tok_s is None for row in rows):
         raise ServeError(f"no point left a result; the logs say why: {loop.run.points}/*/bench.log")
-    counted = f"{len(rows)} points measured, {sum(row.valid for row in rows)} valid"
+    counted = f"{len(rows)} point{'s' if len(rows) > 1 else ''} measured, {sum(row.valid for row in rows)} valid"
     return f"{found.text}; {counted}" if found else counted
 
 

@@ -108,7 +108,8 @@ def progress(run: Run) -> str:
     parts: list[str] = [run.state]
     if run.points_planned != 0:
         of = "" if run.points_planned is None else f" of {run.points_planned}"
-        parts.append(f"{run.points_done}{of} points")
+        whole = run.points_done if run.points_planned is None else run.points_planned
+        parts.append(f"{run.points_done}{of} point{'s' if whole != 1 else ''}")
     if run.points_invalid:
         parts.append(f"{run.points_invalid} NOT VALID")
     if run.node_hours is not None:

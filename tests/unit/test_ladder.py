@@ -103,7 +103,7 @@ def test_a_rung_whose_turn_has_not_come_says_so_and_one_that_never_came_has_fail
     run = submitted(plans, FakeSlurm())[1]
     running, over = {"101": JobState("RUNNING")}, {"101": JobState("TIMEOUT")}
     assert state.fold(run.read_events(), run.read_jobs(), running, None) == (
-        "submitted", "waits for its turn: its job runs")
+        "submitted", "its job runs; the run itself has not begun")
     assert state.fold(run.read_events(), run.read_jobs(), over, None) == ("failed", "Slurm: TIMEOUT")
 
 

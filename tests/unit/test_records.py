@@ -76,3 +76,4 @@ def test_only_a_name_that_is_near_is_suggested() -> None:
     assert nearest("max-num-seq", ["max-num-seqs", "model"]) == "did you mean 'max-num-seqs'?"
     assert nearest("qqqq", ["max-num-seqs"]) is None
     assert nearest("x", []) is None
+    assert nearest("mine", ["mine", "sandbox"]) is None  # a file that extends its own name

@@ -71,6 +71,12 @@ def test_an_unknown_site_is_answered_with_the_nearest_known_one() -> None:
         site.load("qqqqq")
 
 
+def test_a_site_that_extends_itself_alone_is_not_told_its_own_name(user_file: Write) -> None:
+    user_file("sites/mine.yaml", "extends: mine\n")
+    with pytest.raises(UsageError, match=r"no other site is called 'mine'\n  → known sites: "):
+        site.load("mine")
+
+
 def test_a_site_may_be_named_by_its_file(write: Write) -> None:
     path = write("mine.yaml", pretend())
     assert site.load(str(path)).name == "mine"

@@ -57,6 +57,8 @@ def test_a_missing_number_is_a_dash_and_never_the_word_none() -> None:
      "failed, 1 of 2 points, 0.500 node-hours - the engine died"),
     ({"state": "submitted", "node_hours": None, "points_done": 0}, "submitted, 0 of 2 points"),
     ({"points_invalid": 1}, "done, 2 of 2 points, 1 NOT VALID, 0.500 node-hours"),
+    ({"points_done": 1, "points_planned": None}, "done, 1 point, 0.500 node-hours"),
+    ({"points_done": 0, "points_planned": 1}, "done, 0 of 1 point, 0.500 node-hours"),
     ({"simulated": True}, "done, 2 of 2 points, 0.500 node-hours, simulated"),
 ])
 def test_how_far_a_run_is_stands_in_one_line(changes: dict[str, object], line: str) -> None:
