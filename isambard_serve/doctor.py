@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from isambard_serve import __version__, directives, health, launch, process
+from isambard_serve import __version__, directives, health, launch, process, shipped
 from isambard_serve import plan as plans
 from isambard_serve.errors import HostError, NoProgramError, ServeError, UsageError
 from isambard_serve.health import BadNode
@@ -52,7 +52,6 @@ RENEW = "run `clifton auth` (or what else renews your certificate)"
 LOGIN_S = 60.0
 _MEMORY = ("devtmpfs", "ramfs", "tmpfs")
 _DISKS = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs")
-_OWN_SITE = "put `extends: {site}` and {key}: into a file of that name in your own sites folder"
 
 
 class Check(Record, frozen=True):
@@ -263,6 +262,12 @@ def examine(site: Site, recipes: Sequence[Recipe], env: Mapping[str, str], slurm
     yield from _needs(site, made, env)
 
 
+def _into(site: Site) -> str:
+    """How something comes into the site's file of one's own, whether it is there already or not."""
+    own = shipped.user_folder() / "sites" / f"{site.name}.yaml"
+    return f"give {own}" if own.is_file() else f"write {own} with `extends: {site.name}` and"
+
+
 def _folder(runs_dir: Path, mounts: str, site: Site, env: Mapping[str, str], runner: process.Runner
             ) -> Iterator[Check]:
     """The runs' folder, or where it will be made: can it be written, is it shared, has it room and the right time?"""
@@ -275,7 +280,7 @@ def _folder(runs_dir: Path, mounts: str, site: Site, env: Mapping[str, str], run
             skew_s = os.stat(trial.name).st_mtime - time.time()
     except OSError as error:
         yield Check(name="runs_dir", state="fail", found=f"{runs_dir} cannot be written: {error.strerror}",
-                    remedy=_OWN_SITE.format(site=site.name, key="runs_dir"))
+                    remedy=f"{_into(site)} another runs_dir")
         return
     kind = kind_of(there.resolve(), mounts)
     yield filesystem("runs_dir", str(runs_dir), kind, site)

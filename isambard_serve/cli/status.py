@@ -74,3 +74,5 @@ def logs(name: str, site_name: str | None, follow: bool, which: str | None, skip
                 click.echo(block, nl=False)
     else:
         options.say(f"nothing yet: {path}")
+        if which is None and directory.log("serve").exists():
+            options.say(f"  → isambard-serve logs --of serve {directory.run_id}")

@@ -499,7 +499,10 @@ def test_results_are_not_collected_into_the_run_that_they_are_of(cluster: Cluste
 
 def test_logs_are_printed_as_they_are(cluster: Cluster) -> None:
     run = cluster.submitted()
-    assert "nothing yet: " in cluster("logs", run.run_id).stderr
+    assert "→" not in cluster("logs", run.run_id).stderr
+    run.serve_log.touch()
+    assert cluster("logs", run.run_id).stderr == (
+        f"nothing yet: {run.engine_log}\n  → isambard-serve logs --of serve {run.run_id}\n")
     run.engine_log.write_bytes(b"engine \xff\n")
     run.serve_log.write_bytes(b"serve\n")
     run.log("sweep").write_bytes(b"sweep\n")
@@ -748,7 +751,7 @@ def test_doctor_says_what_is_wrong_and_how_to_mend_it_and_ends_with_1(
     user_file("sites/wrong.yaml", text.replace("scheduler: slurm", "scheduler: local"))
     result = cluster("doctor", "nonsense", "--site", "wrong", code=1)
     assert "FAIL  runs_dir: /proc/runs cannot be written: " in result.stdout
-    assert "      → put `extends: wrong` and runs_dir: into a file of that name" in result.stdout
+    assert "/sites/wrong.yaml another runs_dir\n" in result.stdout
     assert "FAIL  recipe nonsense: " in result.stdout
     assert "checks failed: recipe nonsense, runs_dir\n" in result.stderr
     document = cluster.json("doctor", "--site", "nonsense", code=1)

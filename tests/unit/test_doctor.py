@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,20 @@ def test_what_slurm_would_refuse_is_named(
     found = ended(examined(tmp_path, slurm, **changes))
     assert faults.items() <= found.items()
     assert set(found) <= {*faults, "installation", "runs_dir", "space"}
+
+
+def test_where_runs_cannot_be_written_the_file_that_says_so_is_named(
+        tmp_path: Path, user_file: Callable[[str, str], Path]) -> None:
+    (tmp_path / "file").touch()
+    site = pretend_site(runs_dir=str(tmp_path / "file" / "runs"), scheduler="local")
+
+    def remedy() -> str | None:
+        return {check.name: check for check in doctor.examine(site, [], {}, None)}["runs_dir"].remedy
+
+    own = f"isambard-serve/sites/{site.name}.yaml"
+    assert f"{own} with `extends: {site.name}` and another runs_dir" in str(remedy())
+    user_file(f"sites/{site.name}.yaml", "extends: mine")
+    assert f"{own} another runs_dir" in str(remedy())
 
 
 def test_nodes_that_were_found_bad_are_listed(tmp_path: Path, slurm: FakeSlurm) -> None:
