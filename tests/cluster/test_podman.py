@@ -59,9 +59,21 @@ def of_run(person: Person, run_id: str) -> list[psutil.Process]:
         words = " ".join(process.info["cmdline"] or [])
         own = process.info["username"] == person.cluster.user.pw_name and process.info["status"] != "zombie"
         names = (run_id, "isambard_serve.sim", "conmon", "fuse-overlayfs", "runc", "VLLM:")
-        if own and any(name in words for name in names):
+        if own and any(name in words for name in names) and belongs(process, person.cluster):
             found.append(process)
     return found
+
+
+def belongs(process: psutil.Process, cluster: PretendCluster) -> bool:
+    """Whether a process is this cluster's: others may run beside it. In a container its mounts tell."""
+    place = Path(f"/proc/{process.pid}")
+    try:
+        told = place.joinpath("cmdline").read_bytes() + place.joinpath("environ").read_bytes()
+        if os.readlink(place / "ns/mnt") != os.readlink("/proc/self/ns/mnt"):
+            told += place.joinpath("mountinfo").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return str(cluster.folder).encode() in told
 
 
 def assert_nothing_is_left(person: Person, podman: Podman, run_id: str) -> None:
@@ -76,6 +88,9 @@ def assert_nothing_is_left(person: Person, podman: Podman, run_id: str) -> None:
 
 def test_a_run_in_a_container_is_measured_and_leaves_nothing(contained: Person, podman: Podman) -> None:
     run_id = contained.submits("tiny", *QUICK)
+    wait_until(lambda: {"conmon", "python"} <= {Path(process.info["cmdline"][0]).name
+                                                for process in of_run(contained, run_id)},
+               60, "the engine and the container's keeper to be seen")
     run = contained.waits_for(run_id, "done", "failed", timeout_s=120)
     assert run["state"] == "done", run
     rows = contained.asks("collect", run_id)["rows"]
