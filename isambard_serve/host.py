@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from isambard_serve import process
-from isambard_serve.errors import ConnectionLostError, HostError
+from isambard_serve.errors import ConnectionLostError, HostError, NoProgramError
 from isambard_serve.ssh import config, opensshhost
 from isambard_serve.ssh.config import Hop
 from isambard_serve.ssh.opensshhost import OpensshHost
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """How long to wait before each new attempt."""
+
+RESOLVE_S = 20.0
+"""How long ``ssh -G`` may take; it asks no other machine, unless the configuration has it do so."""
 
 LASTING_S = 120.0
 """A connection that was kept so long was a good one: its loss is not one of a row of losses."""
@@ -69,7 +72,13 @@ def resolve(alias: str) -> list[Hop]:
         HostError: there is no ``ssh`` here.
     """
     def ask(arguments: Sequence[str]) -> str:
-        done = process.run(["ssh", "-G", *arguments], env=opensshhost.environment())
+        try:
+            done = process.run(["ssh", "-G", *arguments], env=opensshhost.environment(), timeout_s=RESOLVE_S)
+        except NoProgramError:
+            raise
+        except HostError as error:
+            raise HostError("ssh -G does not answer", where=alias,
+                            remedy="does a program hang that your ssh configuration names (Match exec)?") from error
         if done.returncode != 0:
             raise HostError(f"ssh -G says: {done.stderr.strip()}", where=alias, remedy="mend your ssh configuration")
         return done.stdout

@@ -49,7 +49,7 @@ def ask(there: Host, words: Sequence[str], needed: str, timeout_s: float = 180) 
     """What ``words --json`` answers there.
 
     Raises:
-        HostError: this version is not there, or the connection was lost.
+        HostError: this version is not there, its answer cannot be understood, or the connection was lost.
         RemoteError: it failed.
     """
     done = there.run(argv([words[0], "--json", *words[1:]], needed), timeout_s=timeout_s)
@@ -57,7 +57,10 @@ def ask(there: Host, words: Sequence[str], needed: str, timeout_s: float = 180) 
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().removeprefix("error: ")
         raise RemoteError(f"{there.name}: {said}", done.returncode)
-    return msgspec.json.decode(done.stdout)
+    try:
+        return msgspec.json.decode(done.stdout)
+    except msgspec.DecodeError as error:
+        raise HostError(f"its answer cannot be understood: {error}", where=there.name) from error
 
 
 def relay(alias: str, words: Sequence[str], *, stdin: bytes = b"", again: Again | None = None,

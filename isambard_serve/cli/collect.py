@@ -52,11 +52,11 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
                 for run in source.find(names, whole_ladder=whole_ladder)]
 
     alias, named = elsewhere.chosen(host, site_name)
-    if alias and deploy:
+    if alias is not None and deploy:
         from isambard_serve import deploy as deployment
 
         deployment.deploy(alias, say=options.say)
-    found = _over_ssh(alias, named, exclude, bring) if alias else _here(site_name, exclude, bring)
+    found = _over_ssh(alias, named, exclude, bring) if alias is not None else _here(site_name, exclude, bring)
     groups = [RunDir(Path(output) / run.run_id).read_rows() for run in found]
     compared = table.compared(groups)
     found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(RunDir(Path(output) / run.run_id)),

@@ -20,7 +20,7 @@ class _Relayed(elsewhere.Relayed):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command, here or there."""
         host, _ = elsewhere.chosen(ctx.params["host"], ctx.params.get("site_name"))
-        if host:
+        if host is not None:
             from isambard_serve import doctor, records
 
             as_json = ctx.params["as_json"]

@@ -31,8 +31,8 @@ def chosen(flag: str | None, site_name: str | None) -> tuple[str | None, str | N
 
     settings = config.load()
     named = named_site(site_name)
-    host = flag or os.environ.get("ISAMBARD_SERVE_HOST") or settings.host
-    if host and not flag:
+    host = flag if flag is not None else os.environ.get("ISAMBARD_SERVE_HOST") or settings.host
+    if host and flag is None:
         try:
             here = site.choose(named)
         except UsageError:
@@ -54,8 +54,8 @@ def needed(flag: str | None) -> str:
     from isambard_serve import config
     from isambard_serve.errors import UsageError
 
-    host = flag or os.environ.get("ISAMBARD_SERVE_HOST") or config.load().host
-    if not host:
+    host = flag if flag is not None else os.environ.get("ISAMBARD_SERVE_HOST") or config.load().host
+    if host is None:
         raise UsageError("name the login node, as ssh knows it", where="--host",
                          remedy="clifton calls it PROJECT.aip2.isambard; host: in your settings saves the typing")
     return host
@@ -108,7 +108,7 @@ class Relayed(click.Command):
         """Runs the command, here or there."""
         flag, deploy = ctx.params.pop("host"), ctx.params.pop("deploy")
         host, site = chosen(flag, ctx.params.get("site_name"))
-        if host is None or (self._only_by_flag and not flag):
+        if host is None or (self._only_by_flag and flag is None):
             return super().invoke(ctx)
         from isambard_serve import deploy as deployment
         from isambard_serve import remote

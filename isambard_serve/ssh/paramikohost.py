@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -116,6 +118,7 @@ class ParamikoHost:
 
     def __init__(self, route: Sequence[Hop], keys: Keyring) -> None:
         self.name = route[-1].alias
+        logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what it logs, with tracebacks, it raises as well
         self._up = contextlib.ExitStack()
         transport: paramiko.Transport | None = None
         with self._up as stack:
@@ -206,9 +209,7 @@ def _connected(hop: Hop, sock: Any) -> paramiko.Transport:
         transport.start_client(timeout=HANDSHAKE_S)
         theirs = transport.get_remote_server_key()
         if not known:
-            raise HostKeyError("its host key is not known", where=where,
-                               remedy=f"log in once with `ssh {hop.alias}`, and compare the fingerprint that it shows "
-                                      "with the one that the site publishes")
+            raise HostKeyError("its host key is not known", where=where, remedy=_how_to_know(hop))
         if (theirs.get_name(), theirs.asbytes()) not in known:
             raise HostKeyError("ITS HOST KEY IS NOT THE KNOWN ONE: somebody may be listening in, or the site has "
                                "changed it", where=where,
@@ -216,11 +217,20 @@ def _connected(hop: Hop, sock: Any) -> paramiko.Transport:
                                       "old one")
     except (paramiko.SSHException, OSError, EOFError) as error:
         transport.close()
-        raise ConnectionLostError(f"no SSH server answers: {error}", where=where) from error
+        raise ConnectionLostError(f"no SSH server answers: {str(error) or 'the connection was closed'}", where=where,
+                                  remedy=f"see what `ssh {hop.alias}` says") from error
     except BaseException:
         transport.close()
         raise
     return transport
+
+
+def _how_to_know(hop: Hop) -> str:
+    remembered = [file for file in hop.known_hosts if file != os.devnull]
+    if not remembered:
+        return "your ssh configuration has host keys forgotten (UserKnownHostsFile): name a file there"
+    return (f"log in once with `ssh {hop.alias}`, and compare the fingerprint that it shows with the one that the site "
+            "publishes")
 
 
 def _known_keys(hop: Hop) -> set[tuple[str, bytes]]:

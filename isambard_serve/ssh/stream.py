@@ -23,10 +23,13 @@ START_S = 60.0
 LAST_WORDS_S = 5.0
 """How long to wait for the rest of stderr once a program has ended: what it left behind may hold it open."""
 
-# $0 is the mark, the rest is the program. Profiles see an empty stdin, so that none can eat what is meant for the
-# program, and the shell stays its parent: a signal that ends it is told as 128 + its number.
-_LOGIN = 'printf "\\n%s\\n" "$0"; printf "\\n%s\\n" "$0" >&2; "$@" <&3 3<&-; exit $?'
-_BEGIN = f"exec bash -lc {shlex.quote(_LOGIN)} \"$@\" 3<&0 </dev/null"
+# A plain shell (whose $0 is the mark, and $@ the program) takes the login shell's place: that would have words of its
+# own at its end too (~/.bash_logout, traps). Profiles see an empty stdin, so that none can eat what is meant for the
+# program, and a shell stays its parent: a signal that ends it is told as 128 + its number.
+_RUN = 'printf "\\n%s\\n" "$0"; printf "\\n%s\\n" "$0" >&2; "$@" <&3 3<&-; exit $?'
+_BEGIN = 'exec bash -lc \'exec /bin/sh -c "$@"\' bash "$@" 3<&0 </dev/null'
+
+_PROFILES = "look at what its ~/.bashrc and ~/.bash_profile do"
 
 
 class Done(Record, frozen=True):
@@ -44,7 +47,7 @@ def new_mark() -> str:
 
 def command_line(argv: Sequence[str], mark: str) -> str:
     """``argv`` as one line for the far side's shell, whichever that is: it has to start ``/bin/sh``, and no more."""
-    return shlex.join(["exec", "/bin/sh", "-c", _BEGIN, "sh", mark, *argv])
+    return shlex.join(["exec", "/bin/sh", "-c", _BEGIN, "sh", _RUN, mark, *argv])
 
 
 class Ending(Protocol):
@@ -123,10 +126,11 @@ class Stream:
         try:
             if late.is_set():
                 raise HostError(f"its login shell began no command within {limit_s:.0f} s", where=self.where,
-                                remedy="look at what its ~/.bashrc and ~/.bash_profile do")
+                                remedy=_PROFILES)
             code = self.wait()
-            raise HostError(f"its login shell ended with {code} before the command began: {self.stderr.strip()}",
-                            where=self.where)
+            said = self.stderr.strip()
+            raise HostError(f"its login shell ended with {code} before the command began{said and ': '}{said}",
+                            where=self.where, remedy=_PROFILES)
         finally:
             self.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from isambard_serve.ssh.keys import Keyring
 from isambard_serve.ssh.opensshhost import OpensshHost
 from isambard_serve.ssh.paramikohost import HostKeyError, ParamikoHost
 from tests.ssh import world as worlds
+from tests.ssh.commands import SERVE
 from tests.ssh.world import ALIAS, INNER_PORT, JUMP, LOGIN, Laptop, World
 from tests.support.waiting import wait_until
 
@@ -226,6 +228,13 @@ def test_an_unknown_host_is_refused_whatever_the_configuration_says(laptop: Lapt
     assert laptop.known_hosts.read_text() == before
 
 
+def test_who_has_host_keys_forgotten_is_not_sent_to_learn_them(laptop: Laptop) -> None:
+    laptop.configure(f"Host *\n\tUserKnownHostsFile /dev/null\n\tGlobalKnownHostsFile none\n\tHostname {JUMP}\n")
+    with pytest.raises(HostKeyError, match="not known") as caught:
+        host.connect("jump")
+    assert "name a file" in str(caught.value.remedy)
+
+
 def test_a_revoked_host_key_is_refused(laptop: Laptop, world: World) -> None:
     revoked = f"@revoked * {world.host_key('login')}\n"
     laptop.known_hosts.write_text(revoked + world.known_hosts())
@@ -247,6 +256,16 @@ def test_a_host_behind_a_jump_that_is_not_there_is_said_to_be_out_of_reach(lapto
     laptop.configure(text.replace("Hostname 127.0.0.1\n", "Hostname 127.0.0.1\n\tPort 9\n"))
     with pytest.raises(ConnectionLostError, match=r"hidden .*cannot be reached"):
         host.connect("hidden")
+
+
+@pytest.mark.parametrize("program", ["yes hello", "sh -c 'echo hello; exit 3'", "/no/such", "true"])
+def test_a_way_that_leads_to_no_server_is_named_and_no_library_speaks_of_it(laptop: Laptop, program: str) -> None:
+    laptop.configure(f"Host there\n\tProxyCommand {program}\n")
+    done = laptop.run([*SERVE, "status", "--host", "there"], check=False)
+    assert done.returncode == 3
+    assert re.search(r"^error: there \(there:22\): no SSH server answers: .+\n  → see what `ssh there` says\n\Z",
+                     done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
 
 
 # Which of the two.
@@ -377,20 +396,21 @@ def echo(world: World) -> Iterator[int]:
 
 NOISE = """\
 echo "Welcome to Isambard-AI"; echo "   {}"; echo "profile: warning" >&2; printf 'no newline'
-read -r eaten; export FROM_PROFILE=yes
+read -r eaten; export FROM_PROFILE=yes; trap "echo trapped" EXIT
 module load brics/userenv
 """
 
 
 @pytest.fixture
 def noisy(world: World) -> Iterator[None]:
-    """A login node that greets, warns, reads, and has no `module` in shells that are not interactive."""
+    """A login node that greets, warns, reads, says goodbye, and has no `module` in shells that are not interactive."""
     (world.home / ".bash_profile").write_text(NOISE)
     (world.home / ".bashrc").write_text("echo bashrc\n")
+    (world.home / ".bash_logout").write_text("echo bye; exit 9\n")
     world.restart("login", f"Banner {world.folder}/banner")
     (world.folder / "banner").write_text("*** authorised use only ***\n")
     yield
-    for name in (".bash_profile", ".bashrc"):
+    for name in (".bash_profile", ".bashrc", ".bash_logout"):
         (world.home / name).unlink()
     world.restart("login")
 
@@ -406,8 +426,10 @@ def test_what_a_login_shell_says_of_itself_is_no_part_of_the_answer(laptop: Lapt
 def test_a_login_shell_that_ends_before_the_command_is_named(laptop: Laptop, world: World) -> None:
     (world.home / ".bash_profile").write_text("echo quota exceeded >&2; exit 4\n")
     try:
-        with host.connected(ALIAS) as there, pytest.raises(HostError, match=r"ended with 4 .*: quota exceeded"):
+        with host.connected(ALIAS) as there, pytest.raises(
+                HostError, match=r"ended with 4 .*: quota exceeded") as caught:
             there.run(["true"])
+        assert "~/.bash_profile" in str(caught.value.remedy)
     finally:
         (world.home / ".bash_profile").unlink()
 

@@ -141,3 +141,11 @@ def test_a_model_that_comes_with_the_package_is_the_other_sides_own(tmp_path: Pa
 def test_what_is_no_packed_recipe_is_refused(line: bytes) -> None:
     with pytest.raises(UsageError, match="stdin: no recipes"):
         recipe.unpacked(line)
+
+
+@pytest.mark.parametrize("words", [("status",), ("submit", "dp4"), ("collect", "latest"), ("deploy",),
+                                   ("tunnel", "latest"), ("plan", "dp4")])
+def test_a_host_without_a_name_is_not_this_machine(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, [*words, "--host", "", "--site", "sandbox"])
+    assert done.exit_code == 2
+    assert "--host: '' is no name of a host" in done.stderr

@@ -59,3 +59,10 @@ def test_loopback_of_a_site_without_slurm_is_the_hosts_own() -> None:
 def test_a_key_that_cannot_be_read_is_named() -> None:
     with pytest.raises(HostError, match="/shared/key"):
         find({"/shared/runs/x/endpoint.json": ENDPOINT}, url="http://10.0.0.1:4711")
+
+
+def test_an_answer_that_is_no_document_is_the_hosts_fault() -> None:
+    there = LoginNode({})
+    there.run = lambda argv, **_: Done(returncode=0, stdout=b"{} and more", stderr=b"")  # type: ignore[method-assign]
+    with pytest.raises(HostError, match="there: its answer cannot be understood"):
+        tunnel.status(there, "101", "1", None)  # type: ignore[arg-type]
