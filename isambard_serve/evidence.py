@@ -66,13 +66,21 @@ class Measured(Record, frozen=True):
 
     def number(self, key: str) -> float | None:
         """The number that the benchmark calls ``key``; None if it gave none."""
-        value = (self.bench or {}).get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return _number((self.bench or {}).get(key))
 
     def numbers(self, key: str) -> list[float]:
-        """The list that the benchmark calls ``key``; empty if it gave none."""
+        """The list that the benchmark calls ``key``; empty if it gave none, or not of numbers alone."""
         value = (self.bench or {}).get(key)
-        return [float(item) for item in value] if isinstance(value, list) else []
+        found = [_number(item) for item in value] if isinstance(value, list) else []
+        numbers = [item for item in found if item is not None]
+        return numbers if len(numbers) == len(found) else []
+
+
+def _number(value: object) -> float | None:
+    """``value`` as a number; None if it is none, or too large for one."""
+    with contextlib.suppress(OverflowError):
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
 
 
 Outcome = Literal["verified", "refuted", "unknown", "not_applicable"]

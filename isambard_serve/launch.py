@@ -19,7 +19,7 @@ from isambard_serve import controller, hubcache, knee, ladder, process, recipe, 
 from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
-from isambard_serve.plan import Plan
+from isambard_serve.plan import Plan, Point
 from isambard_serve.records import HOLDERS, Jobs, SubmittedJob
 from isambard_serve.resend import neighbours
 from isambard_serve.run import (
@@ -102,6 +102,50 @@ def _valid_points(run: RunDir, plan: Plan) -> set[str]:
     """The points of ``plan`` that ``run`` has a valid row for; a search has use for any."""
     valid = {point_name(row.concurrency, row.repeat) for row in run.read_rows() if row.valid}
     return valid if plan.search else valid & {point.name for point in plan.points}
+
+
+class _Prompts(msgspec.Struct, frozen=True):
+    """What of a search decides what its rows mean."""
+
+    prompts_per_concurrency: int
+
+
+class _Subject(msgspec.Struct, frozen=True):
+    """What of a plan its rows are about: only where all of it is the same do two runs' rows belong together."""
+
+    model: str
+    isl: int
+    osl: int
+    gpus: int
+    node_gpus: int
+    site: str
+    simulated: bool
+    engine_version: str
+    ranks: int
+    expect: recipe.Expect
+    points: tuple[Point, ...]
+    search: _Prompts | None
+    environment: dict[str, str]
+    container_argv: tuple[str, ...]
+    engine_argv: tuple[str | dict[str, object], ...]
+    bench_argv: tuple[str | dict[str, object], ...]
+
+
+def check_resumable(before: RunDir, plan: Plan) -> None:
+    """Raises UsageError unless the rows of the run ``before`` can stand beside those that ``plan`` will measure.
+
+    Its recipe may have been edited since, or the site's file, or another version of this package sends other flags.
+    """
+    if str(before.path.parent) != str(Path(plan.run_dir).parent):
+        raise UsageError("lies elsewhere: a run is resumed where it was measured", where=str(before.path),
+                         remedy="name it by its run id, with --site or --host")
+    then = read_record(before.plan, _Subject)
+    text = msgspec.json.encode(plan).replace(plan.run_id.encode(), before.run_id.encode())
+    now = msgspec.json.decode(text, type=_Subject)
+    changed = [name for name in _Subject.__struct_fields__ if getattr(then, name) != getattr(now, name)]
+    if changed:
+        raise UsageError(f"was measured with other values of {', '.join(changed)} than it would be now: its points "
+                         "cannot stand beside new ones", where=before.run_id, remedy="submit the recipe anew")
 
 
 def left(before: RunDir, plan: Plan) -> int:

@@ -5,6 +5,7 @@ time to spare.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from isambard_serve.evidence import Measured, Verdict, verdict
@@ -40,18 +41,19 @@ CLIENT_LAG_SEEN_MS = 2.0
 
 
 def increase(window: Sequence[Sample], counter: str) -> float | None:
-    """How far ``counter`` went up in ``window``; None if it was not read at both ends."""
-    if len(window) < 2:
+    """How far ``counter`` went up in ``window``; None if it was not read at both ends, or fell: then it counts anew."""
+    counts = [getattr(sample, counter) for sample in window]
+    known = [count for count in counts if count is not None]
+    if len(counts) < 2 or None in (counts[0], counts[-1]) or known != sorted(known):
         return None
-    first, last = getattr(window[0], counter), getattr(window[-1], counter)
-    return None if first is None or last is None else last - first
+    return float(known[-1] - known[0])
 
 
 def ended(measured: Measured) -> Verdict:
     """``bench_ended``: the benchmark ended by itself, with exit code 0, and left its result."""
     how = "had to be ended" if measured.returncode is None else f"ended with {measured.returncode}"
-    return verdict(measured.returncode == 0 and measured.bench is not None,
-                   f"it {how}" + ("" if measured.bench else " and left no result"))
+    left = measured.number("output_throughput") is not None
+    return verdict(measured.returncode == 0 and left, f"it {how}" + ("" if left else " and left no result"))
 
 
 def completed(measured: Measured) -> Verdict:
@@ -65,8 +67,12 @@ def none_failed(measured: Measured) -> Verdict:
 
 
 def tokens_out(measured: Measured) -> Verdict:
-    """``tokens_out``: as many tokens came out as requests × OSL, within 0.5 %."""
+    """``tokens_out``: as many tokens came out as requests × OSL, within 0.5 %; the throughput is theirs."""
     wanted = measured.point.prompts * measured.osl
+    tokens, duration_s, tok_s = map(measured.number, ("total_output_tokens", "duration", "output_throughput"))
+    if None not in (tokens, duration_s, tok_s) and not math.isclose(
+            (tok_s or 0) * (duration_s or 0), tokens or 0, rel_tol=OSL_TOLERANCE):
+        return verdict(False, f"{tokens:.0f} tokens in {duration_s:.1f} s are not the {tok_s:.1f} tok/s that it tells")
     return _count(measured, "total_output_tokens", wanted, "tokens came out", OSL_TOLERANCE * wanted)
 
 
@@ -115,8 +121,11 @@ def prefix_hits(measured: Measured) -> Verdict:
 
 
 def alone(measured: Measured) -> Verdict:
-    """``alone``: the engine answered nobody else's requests meanwhile."""
+    """``alone``: the engine worked on nobody else's requests meanwhile: answered none, nor served one that lasts."""
     answered = increase(measured.window, "requests_total")
+    generated, own = increase(measured.window, "generation_tokens_total"), measured.number("total_output_tokens")
+    if generated is not None and own is not None and generated > own * (1 + OSL_TOLERANCE):
+        return verdict(False, f"{generated:.0f} tokens were generated, {own:.0f} of them were the point's own")
     if answered is None:
         return verdict(None, "the engine's metrics do not tell")
     return verdict(answered <= measured.point.prompts,

@@ -143,6 +143,7 @@ def _planned(names: tuple[str, ...], site: Site, assignments: tuple[str, ...], t
     lost = _lost(resume, site)
     recipes = [options.load_recipe(str(lost.lock), (), time_limit)]
     plans = options.make_plans(recipes, site, resumes=lost.run_id)
+    launch.check_resumable(lost, plans[0])
     if launch.left(lost, plans[0]) == 0:
         raise UsageError("has no point left to measure", where=lost.run_id, remedy=f"isambard-serve collect {resume}")
     return plans, recipes
@@ -208,7 +209,7 @@ def _check_cost(plans: Sequence[Plan | TaskPlan], max_node_hours: float | None) 
     from isambard_serve.errors import ServeError
 
     total = sum(plan.cost for plan in plans)
-    if max_node_hours is not None and total > max_node_hours:
+    if max_node_hours is not None and not total <= max_node_hours:  # also of what is no number
         raise ServeError(f"may cost {total:g} node-hours, which is more than {max_node_hours:g}",
                          where="--max-node-hours", remedy="allow more, or shorten it with --time")
 

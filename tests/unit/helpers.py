@@ -175,8 +175,10 @@ def keep_facts(run: RunDir, facts: EngineFacts) -> None:
 def good_bench(prompts: int, osl: int = 4, **changes: Any) -> dict[str, Any]:
     """The engine's own benchmark result of a point in which every request was answered in full."""
     result: dict[str, Any] = json.loads((SAMPLES / "bench.json").read_text())
-    return {**result, "num_prompts": prompts, "completed": prompts, "failed": 0,
-            "total_output_tokens": prompts * osl, **changes}
+    tokens = prompts * osl
+    duration_s = tokens / changes["output_throughput"] if "output_throughput" in changes else result["duration"]
+    return {**result, "num_prompts": prompts, "completed": prompts, "failed": 0, "total_output_tokens": tokens,
+            "duration": duration_s, "output_throughput": tokens / duration_s, **changes}
 
 
 def some_outputs(*texts: str, **changes: Any) -> Outputs:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -821,6 +822,48 @@ def test_a_search_that_ended_without_a_knee_is_resumed(cluster: Cluster) -> None
         write_whole(run.knee, msgspec.json.encode(msgspec.structs.replace(found, knee=knee)))
         result = cluster("submit", "--resume", run.run_id, "--dry-run", code=code)
         assert ("no point left" in result.stderr) == bool(code)
+
+
+def lost(cluster: Cluster) -> RunDir:
+    """A run with a valid point, whose engine has died."""
+    run = cluster.submitted()
+    keep_row(run, some_row(concurrency=2))
+    run.record("serve", "failed", reason="it died")
+    return run
+
+
+def test_a_lost_run_is_resumed_in_no_more_time_than_is_asked_for(cluster: Cluster) -> None:
+    run = lost(cluster)
+    assert cluster("submit", "--resume", run.run_id, "--time", "1h", "--dry-run").exit_code == 0
+
+
+@pytest.mark.parametrize(("before", "after", "named"), [
+    ("isl: 8", "isl: 9", "isl, bench_argv"), ("args: {}", "args: {max-num-seqs: 32}", "engine_argv"),
+    ("prompts_per_concurrency: 2", "prompts_per_concurrency: 3", "points")])
+def test_rows_are_not_mixed_with_those_of_a_recipe_that_was_edited(
+        cluster: Cluster, before: str, after: str, named: str) -> None:
+    run = lost(cluster)
+    text = run.lock.read_text()
+    assert before in text
+    run.lock.write_text(text.replace(before, after, 1))
+    assert f"was measured with other values of {named} than" in cluster("submit", "--resume", run.run_id, code=2).stderr
+
+
+def test_rows_are_not_mixed_with_those_of_a_site_that_was_edited(cluster: Cluster, user_file: Write) -> None:
+    run = lost(cluster)
+    site = PRETEND.read_text().replace("/shared/runs", str(cluster.runs_dir))
+    user_file("sites/here.yaml", f"{site}\nset: {{VLLM_USE_X: '1'}}\n")
+    assert "other values of environment" in cluster("submit", "--resume", run.run_id, code=2).stderr
+
+
+def test_a_run_is_resumed_where_it_was_measured(cluster: Cluster, tmp_path: Path) -> None:
+    run = lost(cluster)
+    copy = shutil.copytree(run.path, tmp_path / "elsewhere" / run.run_id)
+    assert "lies elsewhere" in cluster("submit", "--resume", str(copy), code=2).stderr
+
+
+def test_a_limit_of_node_hours_that_is_no_number_allows_nothing(cluster: Cluster) -> None:
+    assert "more than nan" in cluster("submit", "small", "--dry-run", "--max-node-hours", "nan", code=1).stderr
 
 
 def test_doctor_looks_at_the_way_to_a_login_node_first_and_at_the_rest_there(

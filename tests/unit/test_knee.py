@@ -51,14 +51,15 @@ class Engine(Client):
         self.loads: list[tuple[int, int]] = []
         self.dies_after = 10**9
         self.blind = False
-        self._prompt = self._generated = self._preempted = 0.0
+        self._prompt = self._generated = self._preempted = self._last = 0.0
 
     def settled(self, within_s: float) -> bool:
         """Always."""
         return True
 
     def start_point(self, words: Sequence[str], log: Path) -> Load:
-        """Does the whole load at once."""
+        """Does the whole load at once; its samples are of the moment after, and lie in no other load's window."""
+        time.sleep(max(0.0, self._last - time.time()))
         value = {words[at]: words[at + 1] for at in range(len(words) - 1) if words[at].startswith("--")}
         concurrency, prompts = int(value["--max-concurrency"]), int(value["--num-prompts"])
         # A flag given twice counts as it was given last.
@@ -68,7 +69,9 @@ class Engine(Client):
         if len(self.loads) > self.dies_after:
             self.run.record("serve", "failed", reason="it died")
         elif not self.blind:
-            self._work(min(concurrency, HOLDS), concurrency, prompts, isl, osl)
+            running = min(concurrency, HOLDS)
+            tokens = prompts * osl / 7 if "--result-dir" in words else 100.0 * running
+            self._work(running, concurrency, prompts * isl, tokens, isl + osl)
         if "--result-dir" in words:
             folder = Path(words[words.index("--result-dir") + 1])
             result = good_bench(prompts, osl, output_throughput=100.0 * min(concurrency, HOLDS),
@@ -76,21 +79,22 @@ class Engine(Client):
             (folder / "bench.json").write_text(json.dumps(result))
         return Load(self)
 
-    def _work(self, running: int, concurrency: int, prompts: int, isl: int, osl: int) -> None:
+    def _work(self, running: int, concurrency: int, prompt_tokens: int, tokens: float, length: int) -> None:
         self.idle()
-        began, rate = time.time() + 0.01, 100.0 * running
-        self._prompt += prompts * isl
+        began = time.time() + 0.01
+        self._prompt += prompt_tokens
         self._preempted += max(0, concurrency - HOLDS)
         for part in range(8):
-            self._generated += rate if part else 0.0
+            self._generated += tokens if part else 0.0
             self._tell(began + part * 1e-4, running, concurrency - running,
-                       min(1.0, running / HOLDS * (isl + osl) / 128))
+                       min(1.0, running / HOLDS * length / 128))
 
     def idle(self) -> None:
         """A sample of an engine that does nothing, as it will be taken in a moment."""
         self._tell(time.time() + 0.01, 0, 0, 0.0)
 
     def _tell(self, now: float, running: int, waiting: int, kv: float) -> None:
+        self._last = now
         append_line(self.run.samples, Sample(
             time=now, scrape_ms=1.0, running=float(running), waiting=float(waiting), kv_cache_usage=kv,
             preemptions_total=self._preempted, prompt_tokens_total=self._prompt,

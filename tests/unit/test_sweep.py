@@ -44,7 +44,7 @@ exec "$@"
 """
 BENCH = """\
 while [ "$1" != --num-prompts ]; do shift; done
-sed "s/PROMPTS/$2/; s/TOKENS/$(($2 * 4))/" "$RECORD/result.json" > "${9}/bench.json"
+sed "s/PROMPTS/$2/; s/TOKENS/$(($2 * 4))/g" "$RECORD/result.json" > "${9}/bench.json"
 """
 PYTHON = """\
 PYTHONPATH=$RECORD exec {python} "$1" script_as_benchmark
@@ -83,7 +83,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run whose load generator and whose Slurm are stubs that keep their records beside it."""
     (tmp_path / "result.json").write_text(
-        json.dumps({**good_bench(0), "median_itl_ms": 60_000.0, "completed": "C", "total_output_tokens": "T"})
+        json.dumps({**good_bench(0), "median_itl_ms": 60_000.0, "completed": "C", "total_output_tokens": "T",
+                    "duration": 1.0, "output_throughput": "T"})
         .replace('"C"', "PROMPTS").replace('"T"', "TOKENS"))
     stubs.add("srun", SRUN)
     stubs.add("squeue", 'echo "$SQUEUE"')

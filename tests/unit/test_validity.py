@@ -85,6 +85,12 @@ TOLD = [
     ("bench_ended", measured(), measured(REAL, None)),
     ("bench_ended", measured(), measured(None)),
     ("bench_ended", measured(), measured(REAL, -9)),
+    ("bench_ended", measured(), measured({})),
+    ("bench_ended", measured(), measured({**REAL, "output_throughput": None})),
+    ("tokens_out", measured(), measured({**REAL, "output_throughput": 2 * REAL["output_throughput"]})),
+    # Somebody else was streamed to from before the point until after it.
+    ("alone", measured(samples=window(requests_total=32, generation_tokens_total=2058)),
+     measured(samples=window(requests_total=32, generation_tokens_total=2059))),
     ("completed", measured(), measured({**REAL, "completed": 31})),
     ("completed", measured(), measured(prompts=33)),
     ("none_failed", measured(), measured({**REAL, "failed": 1})),
@@ -165,6 +171,11 @@ def test_each_rule_has_an_example_of_either() -> None:
     ("prefix_hits", measured(samples=())), ("prefix_hits", measured(samples=window()[:1])),
     ("prefix_hits", measured(samples=window(prefix_cache_queries_total=0))),
     ("prefix_hits", measured(samples=(Sample(time=1, scrape_ms=1), Sample(time=2, scrape_ms=1)))),
+    # The engine was started anew within the window, and counts from 0: be it seen at the end, or in between.
+    *((code, measured(samples=window(**{counter: -1})))
+      for code, counter in (("prefix_hits", "prefix_cache_hits_total"), ("alone", "requests_total"),
+                            ("recomputed", "preemptions_total"))),
+    ("recomputed", measured(samples=(some_sample(), some_sample(preemptions_total=50), some_sample()))),
     ("alone", measured(samples=())),
     ("recomputed", measured(samples=())),
     ("recomputed", measured(samples=(Sample(time=1, scrape_ms=1), Sample(time=2, scrape_ms=1)))),
@@ -172,6 +183,7 @@ def test_each_rule_has_an_example_of_either() -> None:
     ("recomputed", measured(prompts=100, samples=window(preemptions_total=3))),
     ("in_flight", measured({**REAL, "queue_times": []})), ("in_flight", measured({**REAL, "queue_times": [0.0]})),
     ("in_flight", measured({**REAL, "latencies": None})),
+    ("in_flight", measured({**REAL, "latencies": [None] * 32})), ("window", measured({**REAL, "duration": 10**400})),
     ("littles_law", measured({**REAL, **LATENCIES}, samples=STEADY[:19])),
     ("littles_law", measured({**REAL, **LATENCIES, "latencies": []}, samples=STEADY)),
     ("littles_law", measured({**REAL, **LATENCIES}, samples=tuple(
