@@ -10,7 +10,7 @@ from isambard_serve.difference import Change
 from isambard_serve.errors import ServeError
 from isambard_serve.outputs import Parting
 from isambard_serve.records import Outputs, Record, Row
-from isambard_serve.run import RunDir, point_name, read_record
+from isambard_serve.run import RunDir, load_of, point_name, read_record
 
 
 class Factors(Record, frozen=True):
@@ -29,8 +29,9 @@ class Factors(Record, frozen=True):
 class Comparison(Record, frozen=True):
     """The second run against the first, by the best valid row of each (None: it has none).
 
-    ``factors`` is None without both rows, ``partings`` if a run has no answers; ``same`` is the share of prompts that
-    both answer alike to the last token, ``agree`` that of tokens before the first one that differs.
+    ``factors`` is None without both rows, or where the load was another; ``partings`` if a run has no answers.
+    ``same`` is the share of prompts that both answer alike to the last token, ``agree`` that of tokens before the
+    first one that differs.
     """
 
     first: str
@@ -57,7 +58,7 @@ def runs(first: RunDir, second: RunDir) -> Comparison:
         first=first.run_id, second=second.run_id,
         simulated=any(row.simulated for row in best if row),
         rows=best,
-        factors=_factors(*best),
+        factors=_factors(*best) if load_of(first) == load_of(second) else None,
         changes=tuple(change for change in difference.between(str(first.lock), str(second.lock))
                       if change.key != "description"),
         same=_share(sum(not each.parted for each in partings), len(partings)) if partings else None,
@@ -99,6 +100,8 @@ def text(comparison: Comparison, shown: int = 3) -> str:
         factors = comparison.factors
         lines.append(f"{factors.throughput:.2f}x the output tok/s = {factors.under_way:.2f}x the requests that decode "
                      f"at once x {factors.speed:.2f}x the speed of each")
+    elif all(row and row.tok_s_per_user for row in comparison.rows):
+        lines.append("no ratio: the load was another (bench.isl, bench.osl), or one of the two is simulated")
     for change in comparison.changes:
         lines += [f"  {line}" for line in change.lines()]
     return "\n".join([*lines, *_parted(comparison, shown)])

@@ -141,9 +141,9 @@ class Setting:
     def point(self, concurrency: int, prompts: int) -> PointForecast:
         """What ``prompts`` requests reach, ``concurrency`` at a time."""
         running = min(concurrency, self.sequences)
-        waves = [running] * (prompts // running) + ([prompts % running] if prompts % running else [])
-        prefill_s = sum(self.prefill_s(wave) for wave in waves)
-        decode_s = sum(self.osl * sum(self.decode_s(wave).values()) for wave in waves)
+        waves = [(running, prompts // running), (prompts % running, 1 if prompts % running else 0)]
+        prefill_s = sum(count * self.prefill_s(wave) for wave, count in waves if count)
+        decode_s = sum(count * self.osl * sum(self.decode_s(wave).values()) for wave, count in waves if count)
         step = self.decode_s(running)
         total = sum(step.values())
         duration_s = prefill_s + decode_s
@@ -151,7 +151,6 @@ class Setting:
             concurrency=concurrency, running=running, output_tok_s=prompts * self.osl / duration_s,
             duration_s=duration_s, prefill_share=prefill_s / duration_s,
             buckets={name: value / total for name, value in step.items() if value})
-
 
     def knee(self) -> int:
         """The smallest concurrency within :data:`search.NEAR` of the best: more at once is never slower here."""

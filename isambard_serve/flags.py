@@ -19,7 +19,8 @@ BENCH_OWNED = frozenset({
     "backend", "base-url", "endpoint", "host", "port", "model", "dataset-name", "num-prompts", "max-concurrency",
     "request-rate", "random-input-len", "random-output-len", "input-len", "output-len", "ignore-eos", "seed",
     "save-result", "result-dir", "result-filename", "metadata", "percentile-metrics", "metric-percentiles",
-    "append-result", "profile",
+    "append-result", "profile", "random-prefix-len", "random-range-ratio", "num-warmups", "ramp-up-strategy",
+    "ramp-up-start-rps", "ramp-up-end-rps",
 })
 """Flags of ``vllm bench serve`` that the toolkit sets itself, or that would change what a row means."""
 

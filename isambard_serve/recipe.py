@@ -16,10 +16,16 @@ from isambard_serve.errors import UsageError, nearest
 from isambard_serve.records import Record
 
 Scalar = bool | int | float | str
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=10**8)]
+
+YEAR_S = 366 * 86_400
 
 END_MARGIN_S = 180
 """How long before its time limit a serve job stops by itself, so that nothing is cut off half-written."""
+
+SIZES = {"tensor-parallel-size": 1024, "pipeline-parallel-size": 1024, "data-parallel-size": 1024,
+         "max-num-seqs": 10**6, "max-num-batched-tokens": 10**8, "block-size": 10**6}
+"""The engine's flags that are reckoned with, and the most that is no slip of the finger."""
 
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
@@ -130,12 +136,7 @@ class Recipe(Record, frozen=True):
         return str(self.engine.args.get("revision") or "main")
 
 
-def seconds(text: str, where: str) -> int:
-    """A length of time (``90s``, ``1h30m``, ``4:00:00``, ``1-00:00:00``) in seconds.
-
-    Raises:
-        UsageError: it is none of these.
-    """
+def _seconds(text: str) -> int | None:
     clock = _CLOCK.match(text)
     if clock:
         days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
@@ -144,6 +145,18 @@ def seconds(text: str, where: str) -> int:
     if words and text:
         hours, minutes, rest = (int(part or 0) for part in words.groups())
         return (hours * 60 + minutes) * 60 + rest
+    return None
+
+
+def seconds(text: str, where: str) -> int:
+    """A length of time (``90s``, ``1h30m``, ``4:00:00``, ``1-00:00:00``) in seconds.
+
+    Raises:
+        UsageError: it is none of these, or longer than a year.
+    """
+    found = _seconds(text)
+    if found is not None and found <= YEAR_S:
+        return found
     raise UsageError(f"{text!r} is not a length of time", where=where, remedy='write "4h", "90m", "45s" or "4:00:00"')
 
 
@@ -216,8 +229,9 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     if not _NAME.fullmatch(recipe.name):
         raise UsageError(f"{recipe.name!r} cannot name a job", where=f"{where}: name",
                          remedy="use letters, digits, '.', '_' and '-'")
-    if not recipe.model.isprintable():
-        raise UsageError(f"{recipe.model!r} holds characters that cannot be printed", where=f"{where}: model")
+    if not recipe.model.isprintable() or not recipe.model.strip() or recipe.model.startswith("-"):
+        raise UsageError(f"{recipe.model!r} is no name or path of a model", where=f"{where}: model",
+                         remedy="write a hub's name such as org/name, or a path that begins with / or ./")
     words = [*recipe.engine.env.values(), *flags.argv(recipe.engine.args), *recipe.engine.extra_args,
              *flags.argv(recipe.bench.args), recipe.description, recipe.image or ""]
     if any("\0" in word or not _is_text(word) for word in words):
@@ -249,11 +263,12 @@ def _is_text(word: str) -> bool:
 
 
 def _check_times(recipe: Recipe, where: str) -> None:
-    for key in ("time", "load_time", "load_limit", "idle_timeout", "serve_idle_timeout", "sweep_grace",
-                "sweep_silence"):
-        seconds(getattr(recipe.resources, key), f"{where}: resources.{key}")
-    for key in ("point_limit", "sweep_limit", "min_window"):
-        seconds(getattr(recipe.bench, key), f"{where}: bench.{key}")
+    times = {f"resources.{key}": getattr(recipe.resources, key) for key in (
+        "time", "load_time", "load_limit", "idle_timeout", "serve_idle_timeout", "sweep_grace", "sweep_silence")}
+    times |= {f"bench.{key}": getattr(recipe.bench, key) for key in ("point_limit", "sweep_limit", "min_window")}
+    for key, text in times.items():
+        if not seconds(text, f"{where}: {key}") and key.endswith(("_limit", "_timeout", "_silence")):
+            raise UsageError("must be longer than 0 s: nothing would be measured", where=f"{where}: {key}")
     if seconds(recipe.resources.time, where) <= END_MARGIN_S:
         raise UsageError(f"must be longer than {END_MARGIN_S} s: so long before its end a job stops by itself",
                          where=f"{where}: resources.time")
@@ -261,8 +276,10 @@ def _check_times(recipe: Recipe, where: str) -> None:
 
 def _check_bench(recipe: Recipe, where: str) -> None:
     for name in recipe.bench.args:
-        if name.replace("_", "-") in flags.BENCH_OWNED:
-            raise UsageError(f"--{name} is set by isambard-serve itself", where=f"{where}: bench.args.{name}",
+        # The benchmark's parser takes a flag's beginning for the flag.
+        owned = next((flag for flag in sorted(flags.BENCH_OWNED) if flag.startswith(name.replace("_", "-"))), None)
+        if owned:
+            raise UsageError(f"--{owned} is set by isambard-serve itself", where=f"{where}: bench.args.{name}",
                              remedy="use the keys of bench instead")
     listed = recipe.bench.concurrency
     if listed != "saturate" and len(set(listed)) != len(listed):
@@ -278,7 +295,17 @@ def _check_bench(recipe: Recipe, where: str) -> None:
 
 
 def _check_shape(recipe: Recipe, where: str) -> str | None:
-    """A warning if the parallel shape leaves GPUs idle; raises UsageError if it needs more than are asked for."""
+    """A warning if the parallel shape leaves GPUs idle; raises UsageError if it needs more than are asked for, or if a
+    size that is reckoned with is none.
+    """
+    for name, most in SIZES.items():
+        size = recipe.engine.args.get(name, 1)
+        if isinstance(size, str) and name == "max-num-batched-tokens":
+            continue  # vLLM reads 8k there
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
+            raise UsageError(f"must be a whole number from 1 to {most:,}, not {size!r}",
+                             where=f"{where}: engine.args.{name}",
+                             remedy="write it without quotes, or leave it out and the engine decides")
     needed, gpus = ranks(recipe), recipe.resources.gpus
     if needed > gpus:
         raise UsageError(f"its parallel shape needs {needed} GPUs, it asks for {gpus}",

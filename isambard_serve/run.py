@@ -175,6 +175,8 @@ class Outline(msgspec.Struct, frozen=True):
     same_node: bool = False
     points: tuple[msgspec.Raw, ...] = ()
     search: dict[str, object] | None = None
+    isl: int = 0
+    osl: int = 0
 
 
 class RunDir:
@@ -286,11 +288,13 @@ class RunDir:
                 if role in ids or role in written}
 
     def read_rows(self) -> list[Row]:
-        """The rows of all kept points, by concurrency and repeat."""
+        """The rows of all kept points, by concurrency and repeat; not of a point's copy under another name."""
         rows = []
         for path in self.points.glob("*/row.json"):
             with contextlib.suppress(ServeError):  # one damaged row hides no other; points_done counts it
-                rows.append(read_record(path, Row))
+                row = read_record(path, Row)
+                if path.parent.name == point_name(row.concurrency, row.repeat):
+                    rows.append(row)
         return sorted(rows, key=lambda row: (row.concurrency, row.repeat))
 
     def read_facts(self) -> list[EngineFacts]:
@@ -300,6 +304,16 @@ class RunDir:
             with contextlib.suppress(ServeError, FileNotFoundError):
                 facts.append(read_record(path, EngineFacts))
         return sorted(facts, key=lambda each: (each.data_parallel_rank or 0, each.rank or 0, each.pid))
+
+
+def load_of(run: RunDir) -> tuple[int, int, bool] | None:
+    """What must be the same for two runs' throughputs to be set against each other: the tokens of a request, in and
+    out, and whether the engine was simulated. None: its plan cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError, ServeError):
+        plan = read_record(run.plan, Outline)
+        return plan.isl, plan.osl, plan.simulated
+    return None
 
 
 class Runs:

@@ -15,7 +15,7 @@ from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
 from isambard_serve.local import Local
 from isambard_serve.records import HOLDERS, Endpoint, Row, Run
-from isambard_serve.run import Outline, RunDir, read_record, write_whole
+from isambard_serve.run import Outline, RunDir, load_of, read_record, write_whole
 from isambard_serve.slurm import JobState, Slurm, Use
 
 ENDS = ("done", "failed", "cancelled")
@@ -84,9 +84,9 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
 
 
 def _compared_with(run: RunDir, plan: Outline) -> list[Row] | None:
-    """The rows of the ladder's first rung; None if the run is that, or on no ladder."""
-    first = plan.ladder[0] if plan.ladder else run.run_id
-    return None if first == run.run_id else RunDir(run.path.parent / first).read_rows()
+    """The rows of the ladder's first rung; None if the run is that, or on no ladder, or had another load."""
+    first = run.path.parent / (plan.ladder[0] if plan.ladder else run.run_id)
+    return None if first == run.path or load_of(RunDir(first)) != load_of(run) else RunDir(first).read_rows()
 
 
 def _endpoint(run: RunDir) -> Endpoint | None:

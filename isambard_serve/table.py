@@ -54,16 +54,18 @@ def _fields() -> list[msgspec.structs.FieldInfo]:
     return [field for field in msgspec.structs.fields(Row) if field.name != "schema"]
 
 
-def compared(groups: Sequence[Sequence[Row]]) -> list[list[Row]]:
+def compared(groups: Sequence[Sequence[Row]], alike: Sequence[bool]) -> list[list[Row]]:
     """The rows of ``groups``, each with its throughput's ratio to the best valid row of the first group.
 
-    The ratio is None for a single group, and where the first has no valid row.
+    The ratio is None for a single group, where the first has no valid row, and in a group that is not ``alike``: one
+    that had another load than the first.
     """
     best = max((row.output_tok_s or 0 for row in groups[0] if row.valid), default=0.0) if len(groups) > 1 else 0.0
     def ratio(row: Row) -> float | None:
         return row.output_tok_s / best if best and row.output_tok_s is not None else None
 
-    return [[msgspec.structs.replace(row, ratio=ratio(row)) for row in rows] for rows in groups]
+    return [[msgspec.structs.replace(row, ratio=ratio(row) if same else None) for row in rows]
+            for rows, same in zip(groups, alike, strict=True)]
 
 
 def text(runs: Sequence[Run], rows: Sequence[Row]) -> str:

@@ -45,7 +45,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
 
     from isambard_serve import knee, table, verdict
     from isambard_serve.errors import ServeError
-    from isambard_serve.run import RunDir, write_whole
+    from isambard_serve.run import RunDir, load_of, write_whole
 
     def bring(source: Source) -> list[Run]:
         return [_brought(source, run, Path(output) / run.run_id, follow)
@@ -57,11 +57,17 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
 
         deployment.deploy(alias, say=options.say)
     found = _over_ssh(alias, named, exclude, bring) if alias is not None else _here(site_name, exclude, bring)
-    groups = [RunDir(Path(output) / run.run_id).read_rows() for run in found]
-    compared = table.compared(groups)
-    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(RunDir(Path(output) / run.run_id)),
-                                                             groups[0] if at else None))
-             for at, (run, own) in enumerate(zip(found, groups, strict=True))]
+    folders = [RunDir(Path(output) / run.run_id) for run in found]
+    groups, loads = [folder.read_rows() for folder in folders], [load_of(folder) for folder in folders]
+    alike = [each == loads[0] for each in loads]
+    compared = table.compared(groups, alike)
+    bases = [None, *(groups[0] if same else None for same in alike[1:])]
+    found = [msgspec.structs.replace(run, verdict=verdict.of(own, knee.found(folder), base))
+             for run, own, folder, base in zip(found, groups, folders, bases, strict=True)]
+    for folder, same in zip(folders, alike, strict=True):
+        if not same:
+            options.say(f"note: {folder.run_id} is not compared with {folders[0].run_id}: its load is another "
+                        "(bench.isl, bench.osl), or one of the two is simulated")
     for run, own in zip(found, compared, strict=True):
         here = Path(output) / run.run_id
         write_whole(here / "results.json", _document([run], own), mode=0o644)

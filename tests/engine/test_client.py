@@ -7,9 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from isambard_serve import bench
+from isambard_serve import bench, loadrules
 from isambard_serve.client import Client, Load
 from isambard_serve.engine import EngineClient
+from isambard_serve.evidence import Measured
 from isambard_serve.plan import Plan
 from isambard_serve.run import RunDir
 from tests.engine.serving import Engine, environment, tiny_plan
@@ -85,6 +86,12 @@ def test_points_run_back_to_back_in_one_process_and_leave_what_the_command_would
         assert before.requests_total is not None
         assert after.requests_total - before.requests_total == point.prompts
         assert after.prefix_cache_hits_total == before.prefix_cache_hits_total
+        window = (before, after)
+        measured = Measured(bench=result, returncode=0, point=point, isl=planned.isl, osl=64, min_window_s=0,
+                            window=window)
+        assert loadrules.increase(window, "generation_tokens_total") == result["total_output_tokens"]
+        for rule in (loadrules.ended, loadrules.tokens_out, loadrules.alone):
+            assert rule(measured).outcome == "verified"
         assert load.facts is not None
         assert load.facts.cpu_share is not None
     assert len(pids) == 1

@@ -606,6 +606,21 @@ def test_a_whole_ladder_is_collected_by_any_of_its_rungs_and_compared_with_the_f
     assert kept_ratios(isolated / "results" / runs[rung].run_id) == ([None], [""])
 
 
+@pytest.mark.parametrize("change", ["bench.osl=5", "bench.isl=9"])
+def test_runs_of_another_load_are_shown_together_and_not_compared(cluster: Cluster, change: str) -> None:
+    (other,) = cluster.json("submit", "small", "--set", change)["runs"]
+    runs = [cluster.submitted(), RunDir(cluster.runs_dir / other["run_id"])]
+    for run in runs:
+        keep_row(run, some_row(run_id=run.run_id))
+    document = cluster.json("collect", *(run.run_id for run in runs))
+    assert [row["ratio"] for row in document["rows"]] == [1.0, None]
+    assert [run["verdict"]["ratio"] for run in document["runs"]] == [None, None]
+    told = cluster("collect", *(run.run_id for run in runs)).stderr
+    assert f"note: {runs[1].run_id} is not compared with {runs[0].run_id}" in told
+    assert cluster.json("compare", *(run.run_id for run in runs))["factors"] is None
+    assert "no ratio: the load was another" in cluster("compare", *(run.run_id for run in runs)).stdout
+
+
 def kept_ratios(folder: Path) -> tuple[list[float | None], list[str]]:
     """The ratios in ``results.json`` and in ``results.csv``."""
     document = json.loads((folder / "results.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -168,6 +169,13 @@ def test_rows_are_read_by_concurrency_and_repeat_and_half_written_ones_are_not(t
     (run.points / "c0016.r1" / ".row.json.0000.tmp").write_text("{")
     (run.points / "c9999.r1").mkdir()
     assert [(row.concurrency, row.repeat) for row in run.read_rows()] == [(16, 1), (16, 2), (2048, 1)]
+
+
+def test_a_points_copy_under_another_name_is_no_second_measurement(tmp_path: Path) -> None:
+    run = written_run(small_plan(tmp_path))
+    keep_row(run, some_row(concurrency=2))
+    shutil.copytree(run.points / "c0002.r1", run.points / "c0002.r1 (copy)")
+    assert [row.concurrency for row in run.read_rows()] == [2]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "x"}'])

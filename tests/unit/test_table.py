@@ -85,16 +85,16 @@ def test_simulated_numbers_are_called_so_before_anything_else() -> None:
 def test_several_runs_are_compared_with_the_best_valid_row_of_the_first() -> None:
     first = [some_row(output_tok_s=50.0), some_row(output_tok_s=100.0), some_row(output_tok_s=400.0, valid=False)]
     second = [some_row(output_tok_s=250.0), NOTHING]
-    groups = table.compared([first, [], second])
+    groups = table.compared([first, [], second], [True, True, True])
     assert [[row.ratio for row in rows] for rows in groups] == [[0.5, 1.0, 4.0], [], [2.5, None]]
     assert [msgspec.structs.replace(row, ratio=None) for rows in groups for row in rows] == [*first, *second]
     assert "ratio" in table.text([], groups[2])
-    assert "ratio" not in table.text([], table.compared([first])[0])
+    assert "ratio" not in table.text([], table.compared([first], [True])[0])
 
 
 @pytest.mark.parametrize("groups", [[], [[some_row()]], [[], [some_row()]], [[some_row(valid=False)], [some_row()]]])
 def test_without_a_valid_row_to_compare_with_there_is_no_ratio(groups: list[list[Row]]) -> None:
-    compared = table.compared(groups)
+    compared = table.compared(groups, [True] * len(groups))
     assert [len(rows) for rows in compared] == [len(rows) for rows in groups]
     assert {row.ratio for rows in compared for row in rows} <= {None}
 
