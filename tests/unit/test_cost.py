@@ -127,6 +127,10 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
     assert cost.forecast(small_recipe(), pretend_site(), model("qwen3-32b")) is None
     too_large = loaded("dp4", "engine.args.data-parallel-size=1", "resources.gpus=1")
     assert cost.forecast(too_large, isambard(), flash()) is None       # 143 GiB of weights on one GPU
+    tiny = loaded("tiny")
+    config = modelconfig.find(tiny.model, {})
+    assert config is not None
+    assert cost.forecast(tiny, isambard(), config) is None             # steps too short for the host to keep up
 
 
 def test_what_a_recipe_leaves_out_is_as_the_engine_has_it() -> None:
