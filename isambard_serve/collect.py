@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from isambard_serve import farside
@@ -24,10 +24,11 @@ class Copied(Record, frozen=True):
     unchanged: int
 
 
-def files(root: Path, exclude: Sequence[str] = ()) -> Iterator[Path]:
-    """The run's regular files, as paths relative to ``root``, in order. Links, keys and half-written files stay."""
-    for path, _ in farside.walk(str(root), exclude):
-        yield Path(path)
+def unreadable(paths: Sequence[str], where: str) -> ServeError:
+    """The error that what is at these ``paths`` could not be read there."""
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return ServeError(f"{paths[0]}{more} cannot be read there", where=where,
+                      remedy="all else has come; --exclude PATTERN leaves out what need not")
 
 
 def collect(run: RunDir, destination: Path, exclude: Sequence[str] = ()) -> Copied:
@@ -40,19 +41,32 @@ def collect(run: RunDir, destination: Path, exclude: Sequence[str] = ()) -> Copi
         exclude: patterns of relative paths that stay, as ``fnmatch`` has them; ``*`` matches slashes too.
 
     Raises:
-        ServeError: a file shrank while it was copied, or could not be written.
+        ServeError: a file shrank while it was copied, or could not be read (all others were copied) or written.
     """
     count = size = unchanged = 0
-    for relative in files(run.path, exclude):
+    closed = []
+    for relative, status in farside.walk(str(run.path), exclude):
         source, target = run.path / relative, destination / relative
-        with contextlib.suppress(FileNotFoundError):
+        if status is None:
+            closed.append(relative)
+            continue
+        try:
             length = source.stat().st_size
             if target.is_file() and target.stat().st_size == length and _digest(source) == _digest(target):
                 unchanged += 1
                 continue
             _copy(source, target, length)
-            count += 1
-            size += length
+        except FileNotFoundError:  # gone since
+            continue
+        except PermissionError as error:
+            if error.filename != str(source):
+                raise
+            closed.append(relative)
+            continue
+        count += 1
+        size += length
+    if closed:
+        raise unreadable(closed, str(run.path))
     return Copied(files=count, bytes=size, unchanged=unchanged)
 
 
@@ -75,7 +89,7 @@ def _copy(source: Path, target: Path, length: int) -> None:
             raise ServeError("shrank while it was copied", where=str(source), remedy="collect again")
         temporary.replace(target)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and error.filename == str(source):
+        if isinstance(error, FileNotFoundError | PermissionError) and error.filename == str(source):
             raise
         raise ServeError(f"cannot be written: {error.strerror}", where=str(target)) from error
     finally:

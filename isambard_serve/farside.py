@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import zlib
-from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 LENGTHS = struct.Struct(">II")
 ENTRY = struct.Struct(">HQqIQ")
@@ -68,34 +68,48 @@ def wanted(path: str, exclude: Iterable[str] = ()) -> bool:
     return not any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude)
 
 
-def walk(root: str, exclude: Iterable[str] = ()) -> Iterator[Tuple[str, os.stat_result]]:
+def walk(root: str, exclude: Iterable[str] = ()) -> Iterator[Tuple[str, Optional[os.stat_result]]]:
     """The regular files below ``root``, in order, as relative paths. No link is followed, to a file or a folder.
 
+    What may not be looked at, a folder or what is in it, is among them without a status.
+
     Raises:
-        OSError: ``root`` is no folder, or a folder in it cannot be read.
+        OSError: ``root`` is no folder, or cannot be read.
     """
     patterns = tuple(exclude)
-    for folder, folders, names in os.walk(root, onerror=_unless_gone(root)):
-        folders.sort()
+    closed: List[str] = []
+
+    def onerror(error: OSError) -> None:
+        if error.filename == root or not isinstance(error, (FileNotFoundError, PermissionError)):
+            raise error
+        if isinstance(error, PermissionError):
+            closed.append(os.path.relpath(error.filename, root))
+
+    for folder, folders, names in os.walk(root, onerror=onerror):
         inside = os.path.relpath(folder, root)
+        prefix = "" if inside == "." else inside + "/"
+        folders[:] = sorted(name for name in folders if not _left_out(prefix + name + "/", patterns))
         for name in sorted(names):
-            path = name if inside == "." else inside + "/" + name
+            path = prefix + name
             if not wanted(path, patterns):
                 continue
             try:
                 status = os.lstat(os.path.join(folder, name))
             except FileNotFoundError:  # gone since
                 continue
+            except PermissionError:
+                closed.append(path)
+                continue
             if stat.S_ISREG(status.st_mode):
                 yield path, status
+    for path in closed:
+        if wanted(path, patterns):
+            yield path, None
 
 
-def _unless_gone(root: str) -> Callable[[OSError], None]:
-    def onerror(error: OSError) -> None:
-        if error.filename == root or not isinstance(error, FileNotFoundError):
-            raise error
-
-    return onerror
+def _left_out(folder: str, exclude: Iterable[str]) -> bool:
+    """Whether all that may be in ``folder`` (with its slash) is excluded: it need not be looked at."""
+    return any(pattern.endswith("*") and fnmatch.fnmatchcase(folder, pattern) for pattern in exclude)
 
 
 class Outlet:
@@ -235,10 +249,16 @@ class Folder:
 
 
 def send_listing(out: Outlet, root: str, exclude: Iterable[str]) -> None:
-    """Answers what there is below ``root``. Raises OSError as ``walk`` does."""
+    """Answers what there is below ``root``. Raises OSError as ``walk`` does.
+
+    What may not be looked at is listed like an empty file: whoever asks for it will hear that it cannot be read.
+    """
     for path, status in walk(root, exclude):
         name = os.fsencode(path)
-        out.put(ENTRY.pack(len(name), status.st_size, status.st_mtime_ns, status.st_mode, status.st_ino) + name)
+        told = (0, 0, stat.S_IFREG, 0)
+        if status:
+            told = (status.st_size, status.st_mtime_ns, status.st_mode, status.st_ino)
+        out.put(ENTRY.pack(len(name), *told) + name)
     out.put(ENTRY.pack(0, 0, 0, 0, 0))
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from isambard_serve import farside, listing
-from isambard_serve.collect import Copied
-from isambard_serve.errors import ConnectionLostError, HostError, ServeError, UsageError
+from isambard_serve.collect import Copied, unreadable
+from isambard_serve.errors import ConnectionLostError, HostError, UsageError
 from isambard_serve.farstream import FarSide
 from isambard_serve.landing import SAME, Landing
 from isambard_serve.listing import Listed
@@ -107,8 +107,7 @@ class Fetch:
             self._receive(host, first)
             listing.forget_parts(self._folder, self._here)
         if self._unreadable:
-            more = f" and {len(self._unreadable) - 1} more" if len(self._unreadable) > 1 else ""
-            raise ServeError(f"{self._unreadable[0]}{more} cannot be read there", where=f"{host.name}:{self._root}")
+            raise unreadable(self._unreadable, f"{host.name}:{self._root}")
         return Copied(files=self._files, bytes=self._bytes, unchanged=self._unchanged)
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,9 +120,26 @@ def test_links_pipes_and_half_written_files_stay_where_they_are(run: RunDir, her
     assert set(contents(here)) == {"plan.json", "engine/engine.log", "points/c0001.r1/bench.json"}
 
 
-def test_files_are_copied_in_a_fixed_order(run: RunDir) -> None:
-    assert [str(path) for path in collect.files(run.path)] == [
-        "plan.json", "engine/engine.log", "points/c0001.r1/bench.json"]
+def test_what_cannot_be_read_is_named_and_all_else_comes(run: RunDir, here: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, who may read everything."""
+    scandir, copy = os.scandir, collect._copy
+
+    def scan(path: str) -> Any:
+        if str(path).endswith("points"):
+            raise PermissionError(13, "says the test", path)
+        return scandir(path)
+
+    def refuse(source: Path, target: Path, length: int) -> None:
+        if source == run.engine_log:
+            raise PermissionError(13, "says the test", str(source))
+        copy(source, target, length)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    monkeypatch.setattr(collect, "_copy", refuse)
+    with pytest.raises(ServeError, match=r"engine/engine\.log and 1 more cannot be read there"):
+        collect.collect(run, here)
+    assert set(contents(here)) == {"plan.json"}
 
 
 def test_a_place_that_cannot_be_written_is_named(run: RunDir, here: Path) -> None:

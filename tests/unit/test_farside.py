@@ -126,7 +126,7 @@ def test_a_pattern_leaves_out_whatever_it_matches_in_folders_too(root: Path) -> 
     assert paths(root, "*.json") == ["engine/engine.log"]
 
 
-def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_went_away_is_none(
+def test_a_folder_that_cannot_be_read_is_named_and_one_that_went_away_is_not(
         root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         paths(root / "nowhere")
@@ -145,8 +145,37 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_one_that_went_away_is_none
     monkeypatch.setattr(os, "scandir", failing(FileNotFoundError))
     assert paths(root) == ["plan.json", "engine/engine.log"]
     monkeypatch.setattr(os, "scandir", failing(PermissionError))
+    assert [(path, bool(status)) for path, status in farside.walk(str(root))] == [
+        ("plan.json", True), ("engine/engine.log", True), ("points", False)]
+    assert paths(root, "points") == ["plan.json", "engine/engine.log"]
     with pytest.raises(PermissionError):
-        paths(root)
+        paths(root / "points")
+
+
+def test_a_folder_all_of_which_is_left_out_is_not_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+    seen: list[str] = []
+
+    def watched(path: str) -> Any:
+        seen.append(os.path.relpath(path, root))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", watched)
+    assert paths(root, "points/*", "engine/e*") == ["plan.json"]
+    assert seen == [".", "engine"]
+
+
+def test_what_may_not_be_looked_at_is_listed_and_said_to_be_unreadable(root: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    lstat = os.lstat
+
+    def refuse(path: str) -> os.stat_result:
+        if path.endswith("row.json"):
+            raise PermissionError
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    assert b"points/row.json" in answered({"list": str(root), "exclude": []})
 
 
 def test_a_file_that_goes_away_while_it_is_listed_is_passed_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def conversation(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     out = farside.Outlet(sink, lost=lambda: None)
     farside.answer(out, {"list": str(root), "exclude": []})
     files = [Want(listing.Listed(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns, mode=0o600,
-                                 inode=status.st_ino)) for path, status in farside.walk(str(root))]
+                                 inode=status.st_ino)) for path, status in farside.walk(str(root)) if status]
     farside.answer(out, {"root": str(root), "send": [want.question() for want in files]})
     out.close()
     return sink.getvalue()
