@@ -66,7 +66,8 @@ def build(made: Image, site: Site, *, run_id: str, runs_dir: str, python: str, t
                      ("mv", growing, f"{folder}/{made.name}.sif"),
                      ("rm", "-rf", scratch)]
     # What was found of the image that was there before says nothing of this one.
-    commands += [("rm", "-f", *(f"{folder}/{made.name}.{kind}.json" for kind in ("check", "kernels"))),
+    kinds = ("check", *probetask.VERDICTS.values())
+    commands += [("rm", "-f", *(f"{folder}/{made.name}.{kind}.json" for kind in kinds)),
                  ("cp", f"{run_dir}/image.json", f"{folder}/{made.name}.json")]
     own = {"APPTAINER_CACHEDIR": scratch, "APPTAINER_TMPDIR": scratch}
     return task.make(f"image-{made.name}", f"builds the image {made.name}", commands, site, run_id=run_id,

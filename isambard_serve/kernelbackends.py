@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,61 @@ class Humming:
         return kernel
 
 
+class Marlin:
+    """vLLM's own Marlin product, called as vLLM calls it (``fused_marlin_moe`` in model_executor/layers/fused_moe/
+    experts/marlin_moe.py; weights as quantization/utils/marlin_utils_fp4.py repacks them). Activations stay in bf16.
+    """
+
+    name = "marlin"
+    arithmetic = "W4A16"
+    group: int | None = None
+
+    def version(self) -> str | None:
+        """Of vLLM."""
+        return _version("vllm")
+
+    def prepare(self, torch: Any, weights: Weights, rows: Sequence[int]) -> Kernel:  # noqa: ARG002 - for any
+        """The repacked weights; the kernels come compiled, for an older GPU, and the driver compiles them again."""
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+        from vllm.scalar_type import scalar_types
+
+        device, experts = weights.packed.device, len(weights.packed)
+        size = {"size_n": weights.n, "size_k": weights.k}
+        order = torch.empty(0, dtype=torch.int32, device=device)    # as they stand
+        packed = torch.stack([
+            _called(ops.gptq_marlin_repack, b_q_weight=codes.view(torch.int32).T.contiguous(), perm=order, num_bits=4,
+                    **size) for codes in weights.packed])
+        scales = torch.stack([
+            marlin_utils_fp4.mxfp4_marlin_process_scales(marlin_utils.marlin_permute_scales(
+                s=exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16).T, group_size=32, **size))
+            for exponents in weights.scales])
+        workspace = marlin_utils.marlin_make_workspace_new(device, 4)
+
+        def kernel(activations: Activations, routing: Routing, out: Any) -> Callable[[], object]:
+            tile = next((tile for tile in (8, 16, 32, 48) if routing.rows / experts / tile < 0.9), 64)
+            aligned = align(torch, routing, experts, tile)
+            shares = torch.ones(routing.ids.numel(), dtype=torch.float32, device=device)
+            return lambda: _called(
+                ops.moe_wna16_marlin_gemm, input=activations.values, output=out, b_qweight=packed, b_bias=None,
+                b_scales=scales, a_scales=None, global_scale=None, b_qzeros=None, g_idx=None, perm=None,
+                workspace=workspace, sorted_token_ids=aligned["sorted_ids"], expert_ids=aligned["expert_ids"],
+                num_tokens_past_padded=aligned["num_tokens_padded"], topk_weights=shares, moe_block_size=tile,
+                top_k=routing.choices, mul_topk_weights=False, b_q_type=scalar_types.float4_e2m1f,
+                size_m=len(activations.values), is_k_full=True, use_atomic_add=False, use_fp32_reduce=True,
+                is_zp_float=False, **size)
+
+        return kernel
+
+
+def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+    """``function`` with those of ``arguments`` that it takes: vLLM 0.32 has dropped ``perm``, ``g_idx`` and
+    ``is_k_full``, which in 0.26 stand for an order of the weights that these do not have.
+    """
+    taken = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in taken})
+
+
 def align(torch: Any, routing: Routing, experts: int, tile: int) -> dict[str, Any]:
     """The rows of each of the first ``experts`` side by side, filled up to whole tiles with a number that is no row.
 
@@ -160,6 +216,7 @@ def align(torch: Any, routing: Routing, experts: int, tile: int) -> dict[str, An
 
 
 BACKENDS: dict[str, Callable[[Mapping[str, Any] | None], list[Backend]]] = {
-    "humming": lambda input_quant: [Humming(input_quant), Humming(None)],
+    "humming": lambda input_quant: [Humming(input_quant), Humming(None), Marlin()],
+    "marlin": lambda input_quant: [Marlin(), Humming(input_quant)],
 }
 """What a recipe can name, and what is checked for it: first itself, then what it is compared with."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ BATCHES = (64, 256, 1024, 2048, 4096, 8192)
 """Tokens of a step over all ranks."""
 
 TIMED_S = 0.3
-_REPEATS = 5
+_REPEATS = 20
 
 
 class Shape(Record, frozen=True):
@@ -180,24 +181,27 @@ def relative_error(torch: Any, weights: Weights, exact: Any, routing: Routing, o
 
 
 def timed_us(torch: Any, launch: Callable[[], object]) -> float:
-    """Microseconds of one ``launch`` on the GPU, launched from a graph as an engine's steps are."""
+    """Microseconds of one ``launch`` on the GPU, launched from a graph as an engine's steps are.
+
+    Replays are queued one behind the other: where the host waits for each, the gap before the next is measured too.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_REPEATS):
             launch()
-    graph.replay()
-    torch.cuda.synchronize()
+    _replayed_ms(torch, graph, 1)
+    replays = math.ceil(TIMED_S * 1000 / _replayed_ms(torch, graph, 1))
+    return _replayed_ms(torch, graph, replays) * 1000 / (replays * _REPEATS)
+
+
+def _replayed_ms(torch: Any, graph: Any, replays: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    replays = 0
-    began = time.monotonic()
     start.record()
-    while time.monotonic() - began < TIMED_S:
+    for _ in range(replays):
         graph.replay()
-        replays += 1
-        torch.cuda.current_stream().synchronize()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) * 1000 / (replays * _REPEATS)
+    return float(start.elapsed_time(end))
 
 
 def check(torch: Any, backend: Backend, shape: Shape, batches: Sequence[int], *, device: str = "cuda",

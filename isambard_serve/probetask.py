@@ -20,6 +20,9 @@ from isambard_serve.run import RunDir, read_record
 from isambard_serve.site import Site
 from isambard_serve.task import TaskPlan
 
+VERDICTS = {backend: f"kernels-{backend}" for backend in sorted(BACKENDS)}
+"""Backend → the kind of verdict on it, which is kept beside an image."""
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -50,10 +53,21 @@ def checkable(recipe: Recipe, site: Site) -> Kernels | None:
         input_quant = json.loads(recipe.engine.env.get(variable) or "null")
     except ValueError as error:
         raise UsageError(f"is no JSON: {error}", where=f"recipe {recipe.name}: engine.env.{variable}") from error
-    if recipe.engine.env.get("VLLM_HUMMING_MOE_GEMM_TYPE", "indexed").lower().startswith("grouped"):
-        return Kernels(backend, input_quant, None, "only humming's indexed product is")
+    if backend != "humming":
+        input_quant = None
     shape = _shape(recipe, site)
-    return Kernels(backend, input_quant, shape, "" if shape else f"nothing is known of the experts of {recipe.model}")
+    obstacle = _obstacle(recipe, backend) or ("" if shape else f"nothing is known of the experts of {recipe.model}")
+    return Kernels(backend, input_quant, None if obstacle else shape, obstacle)
+
+
+def _obstacle(recipe: Recipe, backend: str) -> str:
+    """Why ``recipe`` runs other kernels of ``backend`` than those that can be checked, if it does."""
+    env = recipe.engine.env
+    if backend == "humming" and env.get("VLLM_HUMMING_MOE_GEMM_TYPE", "indexed").lower().startswith("grouped"):
+        return "only humming's indexed product is"
+    if backend == "marlin" and env.get("VLLM_MARLIN_INPUT_DTYPE"):
+        return "only marlin's product with activations in bf16 is"
+    return ""
 
 
 def _shape(recipe: Recipe, site: Site) -> Shape | None:
@@ -84,7 +98,7 @@ def kernels(recipe: Recipe, site: Site, run_dir: str) -> list[tuple[str, ...]]:
     input_quant = json.dumps(found.input_quant, separators=(",", ":"))
     check = task.inside(site, recipe, run_dir, "kernelcheck", "--out", out, "--backend", found.backend,
                         "--input-quant", input_quant, *shape, variables=_variables(recipe, site))
-    kept = container.verdict(site, recipe, "kernels")
+    kept = container.verdict(site, recipe, VERDICTS[found.backend])
     if kept is None:
         return [check]
     return [("mkdir", "-p", str(Path(kept).parent)), ("rm", "-f", kept), check, ("cp", out, kept)]
@@ -97,7 +111,7 @@ def unchecked(recipe: Recipe, site: Site) -> str | None:
         UsageError: see :func:`checkable`.
     """
     found = checkable(recipe, site)
-    kept = container.verdict(site, recipe, "kernels") if found else None
+    kept = container.verdict(site, recipe, VERDICTS[found.backend]) if found else None
     if found is None or kept is None:
         return None
     with contextlib.suppress(OSError, ServeError):

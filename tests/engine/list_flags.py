@@ -17,8 +17,8 @@ import sys
 
 def serve_flags() -> list[str]:
     """Return the long flags of the real `vllm serve` parser, sorted, without their leading dashes."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand  # type: ignore[import-not-found]
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     subparsers = FlexibleArgumentParser().add_subparsers()
     parser: argparse.ArgumentParser = ServeSubcommand().subparser_init(subparsers)

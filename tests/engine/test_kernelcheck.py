@@ -47,3 +47,15 @@ def test_a_kernel_that_cannot_be_run_is_not_judged_and_says_why(told: Any) -> No
 def test_rows_are_put_beside_their_experts_in_whole_tiles(told: Any) -> None:
     assert told["aligned"] == {"sorted_ids": [2, 4, 6, 10, 8, 10, 9, 10], "expert_ids": [0, 0, 2, 3],
                                "num_tokens_padded": [8]}
+
+
+def test_marlins_product_is_called_as_this_vllm_takes_it(told: Any) -> None:
+    # On the CPU it computes nothing; that it computes what it should, a GPU has shown (tests/gpu).
+    assert told["marlin"] == {"b_qweight": [4, 32, 512], "b_scales": [4, 8, 512], "sorted_token_ids": [16],
+                              "moe_block_size": 8, "top_k": 2, "size_m": 2, "size_n": 512, "size_k": 256}
+
+
+def test_an_engine_without_marlins_kernels_is_not_judged(told: Any) -> None:
+    verdict = told["verdicts"]["marlin"]
+    assert verdict["passed"] is None
+    assert "gptq_marlin_repack" in verdict["why"]

@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exit_code_is_the_asked_backends_verdict_whatever_stands_beside_it(
         passed: bool | None, code: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
-    results = iter([result("humming", passed), result("humming", not passed)])
+    results = iter([result("humming", passed), result("humming", not passed), result("marlin", not passed)])
     monkeypatch.setattr(kernelcheck, "check", lambda *_: next(results))
     out = tmp_path / "kernels.json"
     assert kernelcheck.main(["--out", str(out), "--batches", "64", "--experts", "128"]) == code
@@ -59,6 +59,16 @@ def test_what_was_measured_on_an_h200_is_read_back_with_its_verdict(version: str
     assert all(batch.error == pytest.approx(error, rel=0.15) for batch in record.result.batches)
     assert all(other.passed for other in record.beside)     # in bf16 both versions compute what they should
     assert ("FAILED" in kernelcheck.text(record)) is not passed
+
+
+def test_marlin_passed_on_an_h200_and_is_slower_than_the_kernels_beside_it() -> None:
+    record = msgspec.json.decode((SAMPLES / "h200-kernels-marlin-0.26.0.json").read_bytes(), type=KernelCheck)
+    assert kernelcheck.covers(record, "marlin", None)
+    assert not kernelcheck.covers(record, "humming", None)
+    assert all(batch.error == pytest.approx(1.66e-3, rel=0.01) for batch in record.result.batches)
+    (humming,) = record.beside
+    assert all(marlin.us and beside.us and marlin.us > 1.4 * beside.us
+               for marlin, beside in zip(record.result.batches, humming.batches, strict=True))
 
 
 def test_a_batch_with_an_unwritten_row_or_an_untimed_product_has_no_figure() -> None:

@@ -21,7 +21,7 @@ from tests.unit.test_imagetask import GIVEN, RUN_DIR, a_site
 
 SITE = a_site("apptainer")
 QUANTISED = {"dtype": "float8e4m3", "input_scale_group_size": 128}
-KEPT = "vllm-0.33.kernels.json"
+KEPT = "vllm-0.33.kernels-humming.json"
 
 
 def check(passed: bool | None, arithmetic: str = "W4A8, scales per 128", backend: str = "humming") -> bytes:
@@ -34,7 +34,8 @@ def check(passed: bool | None, arithmetic: str = "W4A8, scales per 128", backend
 def test_the_kernels_of_a_recipe_are_known_with_their_shape() -> None:
     found = probetask.checkable(loaded("dp4-humming"), SITE)
     assert found == probetask.Kernels("humming", QUANTISED, Shape())
-    assert probetask.checkable(loaded("tp4"), SITE) is None
+    assert probetask.checkable(loaded("tp4"), SITE) == probetask.Kernels("marlin", None, Shape())
+    assert probetask.checkable(loaded("tp4", "engine.args.moe-backend=triton"), SITE) is None
 
 
 def test_without_expert_parallelism_each_gpu_has_a_slice_of_all_experts() -> None:
@@ -43,15 +44,18 @@ def test_without_expert_parallelism_each_gpu_has_a_slice_of_all_experts() -> Non
     assert found.shape == Shape(ranks=1, intermediate=512)
 
 
-@pytest.mark.parametrize(("assignment", "obstacle"), [
-    ("model=them/theirs", "nothing is known of the experts of them/theirs"),
-    ("engine.env.VLLM_HUMMING_MOE_GEMM_TYPE=grouped", "only humming's indexed product is"),
+@pytest.mark.parametrize(("name", "assignment", "obstacle"), [
+    ("dp4-humming", "model=them/theirs", "humming kernels cannot be checked: nothing is known of the experts of "
+     "them/theirs"),
+    ("dp4-humming", "engine.env.VLLM_HUMMING_MOE_GEMM_TYPE=grouped",
+     "humming kernels cannot be checked: only humming's indexed product is"),
+    ("dp4", "engine.env.VLLM_MARLIN_INPUT_DTYPE=fp8",
+     "marlin kernels cannot be checked: only marlin's product with activations in bf16 is"),
 ])
-def test_kernels_that_cannot_be_checked_are_warned_of_and_not_run(assignment: str, obstacle: str) -> None:
-    recipe = loaded("dp4-humming", assignment)
+def test_kernels_that_cannot_be_checked_are_warned_of_and_not_run(name: str, assignment: str, obstacle: str) -> None:
+    recipe = loaded(name, assignment)
     assert probetask.kernels(recipe, SITE, RUN_DIR) == []
-    why = probetask.unchecked(recipe, SITE)
-    assert why == f"its humming kernels cannot be checked: {obstacle}"
+    assert probetask.unchecked(recipe, SITE) == f"its {obstacle}"
 
 
 def test_an_arithmetic_that_is_no_json_is_refused() -> None:
@@ -108,13 +112,22 @@ def test_a_recipe_is_warned_of_unless_its_own_kernels_passed_in_its_image(
         assert "isambard-serve image check dp4-humming" in why
 
 
+def test_what_passed_for_one_backend_says_nothing_of_another(tmp_path: Path) -> None:
+    site = a_site("apptainer", images_dir=str(tmp_path))
+    (tmp_path / KEPT).write_bytes(check(True))
+    assert probetask.unchecked(loaded("dp4-humming"), site) is None
+    assert probetask.unchecked(loaded("dp4"), site) == (
+        "the marlin kernels of vllm-0.33 have not passed a check here, and wrong ones are no slower: "
+        "isambard-serve image check dp4")
+
+
 def test_what_passed_without_an_overlay_says_nothing_of_it_with_one(tmp_path: Path) -> None:
     site = a_site("apptainer", images_dir=str(tmp_path))
     (tmp_path / KEPT).write_bytes(check(True))
     recipe = loaded("dp4-humming", "engine.overlay=/me/humming")
     assert probetask.unchecked(recipe, site)
     (_, _, command, kept) = probetask.kernels(recipe, site, RUN_DIR)
-    assert kept[-1] == f"{tmp_path}/vllm-0.33+me_humming.kernels.json"
+    assert kept[-1] == f"{tmp_path}/vllm-0.33+me_humming.kernels-humming.json"
     assert f"PYTHONPATH={RUN_DIR}/intask:/me/humming" in command
 
 
@@ -130,7 +143,8 @@ def test_a_node_is_measured_whole_in_the_recipes_image() -> None:
     assert [need.what for need in plan.needs] == ["the engine's image"]
     assert plan.commands[0][-4:] == ("-m", "isambard_serve.probe", "--out", f"{RUN_DIR}/ceilings.json")
     assert "isambard_serve.kernelcheck" in plan.commands[3]
-    assert len(probetask.plan(loaded("tp4"), SITE, **GIVEN).commands) == 1
+    assert "--backend" in probetask.plan(loaded("tp4"), SITE, **GIVEN).commands[3]
+    assert len(probetask.plan(loaded("tp4", "engine.args.moe-backend=triton"), SITE, **GIVEN).commands) == 1
 
 
 def test_a_simulated_engine_has_nothing_to_measure() -> None:
