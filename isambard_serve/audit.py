@@ -81,7 +81,8 @@ class Audit(Record, frozen=True):
             ranks = sum(process.role == "rank" for process in self.processes)
             return f"bound as meant: {ranks} {'rank' if ranks == 1 else 'ranks'} and what serves them"
         more = f" (and {len(self.findings) - 1} more: binding.json)" if len(self.findings) > 1 else ""
-        return f"{'WRONG' if self.verdict is False else 'not known'}: {self.findings[0]}{more}"
+        first = self.findings[0] if self.findings else "nobody says why"
+        return f"{'WRONG' if self.verdict is False else 'not known'}: {first}{more}"
 
 
 def see(root: Path, first: int, facts: Iterable[EngineFacts] = ()) -> list[Seen]:

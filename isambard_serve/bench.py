@@ -13,6 +13,7 @@ from isambard_serve.evidence import Evidence, Measured
 from isambard_serve.loadrules import increase
 from isambard_serve.plan import Plan, Point, filled
 from isambard_serve.records import Row, Sample
+from isambard_serve.run import UNREADABLE
 from isambard_serve.validity import judge
 
 RESULT = "bench.json"
@@ -57,7 +58,7 @@ def result(folder: Path) -> dict[str, Any] | None:
     """The benchmark's own JSON; None if it left none that can be read."""
     try:
         content = msgspec.json.decode((folder / RESULT).read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
     return content if isinstance(content, dict) else None
 

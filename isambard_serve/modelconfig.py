@@ -25,6 +25,18 @@ FP4 = 0.5 + 1 / 32
 
 Arithmetic = Literal["bf16", "fp8"]
 
+_LARGEST = 10**8
+_SIZES = {
+    **dict.fromkeys((
+        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "intermediate_size", "num_experts_per_tok", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+        "v_head_dim", "o_lora_rank", "o_groups", "index_n_heads", "index_head_dim", "index_topk", "hc_mult",
+        "sliding_window", "max_position_embeddings", "moe_intermediate_size"), 1),
+    **dict.fromkeys(("q_lora_rank", "n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts",
+                     "first_k_dense_replace"), 0),
+}
+"""The sizes that are read, and the least that each can be."""
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -152,10 +164,25 @@ def find(model: str, environment: Mapping[str, str]) -> ModelConfig | None:
     for place in places:
         if place.is_file():
             try:
-                return parse(model, json.loads(place.read_text()))
-            except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"cannot be read as a model's config: {error!r}", where=str(place)) from error
+                return parse(model, _checked(json.loads(place.read_text())))
+            except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+                raise UsageError(f"cannot be read as a model's config: {error!r}", where=str(place),
+                                 remedy="mend it, or take it away, and nothing is foretold") from error
     return None
+
+
+def _checked(config: Any) -> dict[str, Any]:
+    """``config``, whose sizes are sizes; what is null is left out. Raises ValueError otherwise."""
+    if not isinstance(config, dict):
+        raise ValueError(f"{type(config).__name__} instead of a map")
+    for key, least in _SIZES.items():
+        size = config.get(key)
+        if size is not None and not (type(size) is int and least <= size <= _LARGEST):
+            raise ValueError(f"{key}: {size!r} instead of a whole number from {least} to {_LARGEST}")
+    ratios = config.get("compress_ratios", [])
+    if not isinstance(ratios, list) or not all(type(ratio) is int and 0 <= ratio <= _LARGEST for ratio in ratios):
+        raise ValueError(f"compress_ratios: {ratios!r} instead of whole numbers")
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def parse(name: str, config: Mapping[str, Any]) -> ModelConfig | None:
@@ -176,7 +203,8 @@ def parse(name: str, config: Mapping[str, Any]) -> ModelConfig | None:
 
 def _precision(config: Mapping[str, Any]) -> tuple[float, Arithmetic]:
     """Bytes of a linear layer's weight, and what it is multiplied in."""
-    method = (config.get("quantization_config") or {}).get("quant_method", "")
+    quantization = config.get("quantization_config")
+    method = str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
     return (FP8, "fp8") if "fp8" in method else (BF16, "bf16")
 
 
@@ -189,6 +217,8 @@ def _deepseek_v4(name: str, config: Mapping[str, Any]) -> ModelConfig:
         "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim"))
     ratios = [max(ratio, 1) for ratio in config["compress_ratios"][:layers]]
     fine, coarse = ratios.count(4), ratios.count(128)
+    if len(ratios) < layers or not fine or not coarse or not config["n_routed_experts"]:
+        raise ValueError("compress_ratios has not all kinds of layers, or there are no experts")
     query, output, groups = config["q_lora_rank"], config["o_lora_rank"], config["o_groups"]
     index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
     expert = config["moe_intermediate_size"]

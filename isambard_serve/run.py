@@ -22,6 +22,9 @@ from isambard_serve.records import HOLDERS, EngineFacts, Event, Jobs, Row, Write
 
 T = TypeVar("T")
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
+"""What msgspec raises of text that is not what it should be; the second if it is nested too deeply."""
+
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}", re.ASCII)
 _STAMP = len("20261129-181258")
 
@@ -139,7 +142,7 @@ def read_record(path: Path, kind: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ServeError(f"cannot be understood: {error}", where=str(path),
                          remedy="it was damaged, or written by another version of isambard-serve") from error
 
@@ -155,7 +158,7 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
         data = path.read_bytes()
         decoder = msgspec.json.Decoder(kind)
         for line in data[: data.rfind(b"\n") + 1].splitlines():
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(*UNREADABLE):
                 records.append(decoder.decode(line))
     return records
 

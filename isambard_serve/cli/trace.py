@@ -45,7 +45,7 @@ def trace(names: tuple[str, ...], site_name: str | None, table: Path | None, flo
     chosen = bucketing.load(table)
     given = files.floors(floors, chosen) if floors else None
     places = [options.located(name, site_name) for name in names]
-    paths = [path for place in places for path in files.traces(place)]
+    paths = list({path.resolve(): path for place in places for path in files.traces(place)}.values())
     ranks = breakdown.of_files(paths, chosen, options.say)
     if not ranks:
         raise ServeError("holds no GPU kernels", where=", ".join(names),

@@ -67,6 +67,9 @@ def _read(path: Path) -> tuple[Bucket, ...]:
     seen: set[str] = set()
     for bucket in buckets:
         where = f"{path}: {bucket.name}"
+        if not bucket.name.strip() or not bucket.name.isprintable():
+            raise UsageError(f"{bucket.name!r} is no name that can be shown", where=str(path),
+                             remedy="give it a name of one line")
         if bucket.name in (IDLE, UNMATCHED):
             raise UsageError("is the name of what is in no bucket", where=where, remedy="give it another name")
         if bucket.name in seen:
@@ -74,8 +77,8 @@ def _read(path: Path) -> tuple[Bucket, ...]:
         seen.add(bucket.name)
         for pattern in bucket.kernels:
             try:
-                re.compile(pattern)
-            except re.error as error:
+                re.compile(pattern, re.IGNORECASE)
+            except (re.error, OverflowError, RecursionError) as error:
                 raise UsageError(f"{pattern!r} is no regular expression: {error}", where=where,
                                  remedy=r"write \( for a bracket, \. for a dot") from error
     return buckets

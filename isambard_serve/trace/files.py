@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from isambard_serve.errors import UsageError, nearest
-from isambard_serve.run import RunDir
+from isambard_serve.run import UNREADABLE, RunDir
 from isambard_serve.trace.buckets import IDLE, Table
 
 RECORD = "record one: isambard-serve submit RECIPE --profile-at CONCURRENCY"
@@ -40,10 +40,12 @@ def floors(path: Path, table: Table) -> dict[str, float]:
     """
     try:
         known = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path),
                          remedy='its form is {"MoE GEMM": 3.1, "attention": 0.9}') from error
-    for name in known:
+    for name, least_ms in known.items():
+        if least_ms < 0:
+            raise UsageError(f"{name!r} cannot take {least_ms:g} ms", where=str(path), remedy="write how long, in ms")
         if name not in (*table.names, IDLE):
             raise UsageError(f"there is no bucket {name!r}", where=str(path),
                              remedy=nearest(name, table.names) or f"known buckets: {', '.join(table.names)}")

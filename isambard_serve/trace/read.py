@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from isambard_serve.errors import ServeError, UsageError
+from isambard_serve.run import UNREADABLE
 
 if TYPE_CHECKING:
     from isambard_serve.trace.steps import Floats
@@ -28,6 +29,9 @@ BLOCK = 1 << 17
 
 LONGEST = 1 << 24
 """Bytes that one event, or all that stands before the first, may take."""
+
+LONGEST_US = 86_400e6 * 366
+"""No recording is longer than a year: its times are not microseconds, or not times."""
 
 MOST = 1 << 23
 """Kernels and launches that are kept of one trace, 36 bytes of the one and 16 of the other: 300 MB at most."""
@@ -143,8 +147,15 @@ def _recording(read_block: Callable[[int], bytes], path: Path) -> Recording:
     recording = _begun(text[: begin.end()])
     names: dict[str, int] = {}
     for events in _batches(read_block, text[begin.end():], path):
-        _keep(events, recording, names, path)
+        try:
+            _keep(events, recording, names, path)
+        except OverflowError as error:
+            raise _torn(path, f"a stream or correlation is no number that CUPTI gives: {error}") from error
     recording.names = list(names)
+    for kernels in recording.gpus.values():
+        if min(kernels.duration) < 0 or max(kernels.duration) > LONGEST_US or (
+                max(kernels.start) - min(kernels.start) > LONGEST_US):
+            raise _torn(path, "there are kernels of less than no time, or of years")
     return recording
 
 
@@ -152,7 +163,7 @@ def _begun(head: bytes) -> Recording:
     """A recording of which nothing is known but what stands before the events."""
     try:
         known = msgspec.json.decode(head + b"]}", type=_Head)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         known = _Head()
     gpus = {gpu.name for gpu in known.device_properties}
     return Recording(rank=known.distributed_info.rank, gpu=" + ".join(sorted(gpus)) or None)
@@ -169,12 +180,12 @@ def _batches(read_block: Callable[[int], bytes], text: bytes, path: Path) -> Ite
             if _WANTED.search(piece):
                 try:
                     yield decode(b"[" + piece + b"]")
-                except msgspec.MsgspecError as error:
+                except UNREADABLE as error:
                     raise _torn(path, str(error)) from error
             continue
         # Written by something else than torch. Whatever can be decoded was cut in the right place.
         for perhaps in reversed(list(_PERHAPS.finditer(text))[-3:]):
-            with suppress(msgspec.MsgspecError):
+            with suppress(*UNREADABLE):
                 events = decode(b"[" + text[: perhaps.start() + 1] + b"]")
                 text = text[perhaps.end() - 1:]
                 yield events
@@ -183,7 +194,7 @@ def _batches(read_block: Callable[[int], bytes], text: bytes, path: Path) -> Ite
             raise _torn(path, f"one event is longer than {LONGEST} bytes")
     try:
         yield msgspec.json.decode(b'{"traceEvents":[' + text, type=_Rest).traceEvents
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise _torn(path, str(error)) from error
 
 

@@ -27,7 +27,7 @@ def text(trace: Trace) -> str:
     from rich.console import Console
 
     out = StringIO()
-    Console(file=out, width=100).print(_table(trace))
+    Console(file=out, width=100, markup=False).print(_table(trace))
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
     return "\n".join([*lines, "", *_notes(trace)])
 
@@ -101,7 +101,7 @@ def _unmatched(trace: Trace) -> list[str]:
     if not worst.unmatched:
         return []
     return [f"no pattern matches {trace.unmatched_share:.1%} of the busy time; most of it on rank {worst.rank}:",
-            *(f"  {kernel.ms:,.3f} ms, {kernel.launches:,.1f} launches: {kernel.name[:120]}"
+            *(f"  {kernel.ms:,.3f} ms, {kernel.launches:,.1f} launches: {_printable(kernel.name[:120])}"
               for kernel in worst.unmatched),
             "  → give them a bucket with --buckets FILE"]
 
@@ -136,6 +136,11 @@ def picture(trace: Trace, path: Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be written: {error}", where=str(path), remedy="try FILE.png or FILE.svg") from error
+
+
+def _printable(name: str) -> str:
+    """A kernel's name without what would steer the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def _count(ranks: Sequence[RankTrace]) -> str:

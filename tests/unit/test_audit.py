@@ -230,3 +230,7 @@ def test_a_process_reads_as_what_it_is() -> None:
     assert str(process) == "VLLM::Worker (pid 7)"
     assert process.new_memory == {0, 8}
     assert msgspec.structs.replace(process, policy="local").new_memory == {0, 1, 2, 3, 8}
+
+
+def test_an_audit_that_says_nothing_is_not_known() -> None:
+    assert audit.Audit().summary == "not known: nobody says why"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from isambard_serve import modelconfig, shipped
+from isambard_serve import cost, modelconfig, shipped, site
 from isambard_serve.errors import UsageError
 from isambard_serve.modelconfig import BF16, FP8, ModelConfig
-from tests.unit.helpers import SAMPLES
+from tests.unit.helpers import SAMPLES, loaded
 
 GIB = 2**30
 
@@ -98,8 +99,23 @@ def test_a_model_is_found_by_path_in_the_hubs_cache_or_among_those_shipped(tmp_p
     assert modelconfig.parse("odd", {"model_type": "mamba"}) is None
 
 
-@pytest.mark.parametrize("text", ["no json", '{"kv_lora_rank": 1}', '{"model_type": "deepseek_v4"}'])
+@pytest.mark.parametrize("text", [
+    "no json", '{"kv_lora_rank": 1}', '{"model_type": "deepseek_v4"}', "[]", "null", "\ud800", "[" * 5000 + "]" * 5000])
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UsageError, match="cannot be read as a model's config"):
         modelconfig.find(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "DeepSeek-V4-Flash"])
+@pytest.mark.parametrize("value", [0, -1, "8", 1.5, [8], True, 10**30, None, float("inf")])
+def test_a_size_that_is_none_is_an_error_or_is_not_needed_and_nothing_is_reckoned_with_it(
+        name: str, value: object, tmp_path: Path) -> None:
+    place = SAMPLES / "models" / f"{name}.json"
+    config = json.loads((place if place.is_file() else shipped.folder("models") / place.name).read_text())
+    model_of = loaded("dp4"), site.load("isambard-ai")
+    for key in config:
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with contextlib.suppress(UsageError):
+            forecast = cost.forecast(*model_of, modelconfig.find(str(tmp_path), {}))
+            assert forecast is None or 0 < forecast.output_tok_s < 1e6

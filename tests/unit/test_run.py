@@ -321,7 +321,8 @@ def test_a_line_of_another_kind_is_left_out(tmp_path: Path) -> None:
     assert [event.time for event in runs.read_lines(path, Event)] == [2]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x"}', b'{"run_id": "\xff'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x"}', b'{"run_id": "\xff',
+                                     b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"])
 def test_a_record_that_cannot_be_understood_is_an_error_that_names_its_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "row.json"
     path.write_bytes(content)
@@ -331,6 +332,8 @@ def test_a_record_that_cannot_be_understood_is_an_error_that_names_its_file(tmp_
     assert caught.value.remedy
     with pytest.raises(FileNotFoundError):
         runs.read_record(tmp_path / "none", Row)
+    path.write_bytes(content + b"\n")
+    assert runs.read_lines(path, Row) == []
 
 
 def test_what_is_written_once_is_never_changed(isolated: Path) -> None:

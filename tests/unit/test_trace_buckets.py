@@ -100,6 +100,10 @@ buckets:
 
 @pytest.mark.parametrize(("text", "complaint"), [
     ("buckets: [{name: a, kernels: ['(']}]", r"own\.yaml: a: '\(' is no regular expression"),
+    ("buckets: [{name: a, kernels: ['k{99999999999999999999}']}]", "is no regular expression"),
+    (f"buckets: [{{name: a, kernels: ['{'(' * 5000}{')' * 5000}']}}]", "is no regular expression"),
+    ("buckets: [{name: '', kernels: [x]}]", "'' is no name that can be shown"),
+    ('buckets: [{name: "a\\e[31m", kernels: [x]}]', "is no name that can be shown"),
     ("buckets: [{name: a, kernels: [x]}, {name: a, kernels: [y]}]", "a: stands twice in one file"),
     ("buckets: [{name: idle, kernels: [x]}]", "idle: is the name of what is in no bucket"),
     ("buckets: [{name: unmatched, kernels: [x]}]", "unmatched: is the name of what is in no bucket"),

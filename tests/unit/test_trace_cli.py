@@ -107,6 +107,7 @@ def test_floors_stand_beside_what_is_and_are_drawn(write: Write, tmp_path: Path)
     ('{"MoE GEM": 1}', "there is no bucket 'MoE GEM'\n  → did you mean 'MoE GEMM'?"),
     ('{"x": 1}', "there is no bucket 'x'\n  → known buckets: comms, MoE GEMM"),
     ('{"MoE GEMM": "fast"}', "cannot be read"),
+    ('{"MoE GEMM": -1}', "'MoE GEMM' cannot take -1 ms"),
     ("[]", "cannot be read"),
 ])
 def test_floors_that_cannot_be_meant_are_refused(text: str, complaint: str, write: Write) -> None:
@@ -194,6 +195,19 @@ def test_a_run_that_recorded_no_profile_is_named_and_none_of_its_files_taken_for
     assert typed(run.path, code=2)[1] == (
         f"error: {run.path}: is a run that recorded no profile\n"
         "  → record one: isambard-serve submit RECIPE --profile-at CONCURRENCY\n")
+
+
+def test_names_are_shown_as_they_are_and_steer_no_terminal(write: Write, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.json", [*traces.steps(5), traces.kernel("\x1b[2Jzzz", 0.0, 5.0)])
+    own = write("own.yaml", "buckets: [{name: '[red]x[/nope]', kernels: [embedding]}]")
+    out = typed(path, "--buckets", own)[0]
+    assert "[red]x[/nope]" in out
+    assert "?[2Jzzz" in out
+
+
+def test_a_trace_that_is_named_twice_is_one_rank(tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "t.json", traces.steps(5))
+    assert len(json.loads(typed(path, tmp_path, "--json")[0])["ranks"]) == 1
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:

@@ -170,3 +170,21 @@ def test_memory_is_bounded_by_the_blocks_and_what_is_kept(tmp_path: Path) -> Non
     assert kept(recording) == expected([kernel("last", 1.0, 2.0)])
     assert size > 15_000_000
     assert peak < 2_000_000
+
+
+@pytest.mark.parametrize("changes", [
+    {"dur": -8.0}, {"ts": 1e300}, {"dur": 1e18}, {"args": {"device": 0, "stream": 2**70, "correlation": 1}},
+    {"args": {"device": 0, "stream": 7, "correlation": 2**64 - 1}}])
+def test_what_no_gpu_can_have_done_is_not_made_figures_of(changes: Event, tmp_path: Path) -> None:
+    path = traces.write(tmp_path / "odd.json", [kernel("a", 1.0, 2.0), {**kernel("a", 4.0, 2.0), **changes}])
+    with pytest.raises(ServeError, match="torn or damaged"):
+        read(path)
+
+
+def test_a_trace_that_is_nested_without_end_is_damaged_and_what_stands_before_the_events_may_be(tmp_path: Path) -> None:
+    path, nested = tmp_path / "deep.json", b"[" * 5000 + b"]" * 5000
+    path.write_bytes(b'{"traceEvents":[{"cat":"kernel","args":{"x":%s}}]}' % nested)
+    with pytest.raises(ServeError, match="torn or damaged"):
+        read(path)
+    path.write_bytes(b'{"x":%s,"traceEvents":[{"cat":"kernel"}]}' % nested)
+    assert len(read(path).gpus[0].start) == 1
