@@ -15,6 +15,9 @@ from isambard_serve.errors import UsageError, nearest
 OWNED = frozenset({"host", "port", "uds", "api-key", "config", "model", "served-model-name", "headless"})
 """Flags that the toolkit sets itself: only the node knows them, or they would hide what a recipe says."""
 
+SECRET = frozenset({"api-key", "hf-token"})
+"""Flags whose value is a secret. Without a value ``--hf-token`` has the engine read the token's file."""
+
 BENCH_OWNED = frozenset({
     "backend", "base-url", "endpoint", "host", "port", "model", "dataset-name", "num-prompts", "max-concurrency",
     "request-rate", "random-input-len", "random-output-len", "input-len", "output-len", "ignore-eos", "seed",
@@ -23,6 +26,12 @@ BENCH_OWNED = frozenset({
     "ramp-up-start-rps", "ramp-up-end-rps",
 })
 """Flags of ``vllm bench serve`` that the toolkit sets itself, or that would change what a row means."""
+
+
+def gives_secret(word: str) -> bool:
+    """Whether ``word`` is a flag for a secret, written in any way that the engine's parser takes for it."""
+    name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+    return word.startswith("--") and bool(name) and any(flag.startswith(name) for flag in SECRET)
 
 
 def known(version: str) -> frozenset[str] | None:

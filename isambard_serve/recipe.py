@@ -30,7 +30,10 @@ SIZES = {"tensor-parallel-size": 1024, "pipeline-parallel-size": 1024, "data-par
 _DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d):(\d\d)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)$")
+_SECRET = re.compile(r"(TOKEN|API_KEY|ACCESS_KEY|PRIVATE_KEY)$|(^|_)(SECRET|PASSWORD|PASSWD|CREDENTIALS)(_|$)",
+                     re.IGNORECASE)
+_CREDENTIALS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+"""A password in a URL."""
 
 
 class Engine(Record, frozen=True):
@@ -239,10 +242,7 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     for variable in recipe.engine.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UsageError(f"{variable!r} is no name for a variable", where=f"{where}: engine.env")
-        if _SECRET.search(variable):
-            raise UsageError("a secret would be written into the run's files and scripts",
-                             where=f"{where}: engine.env.{variable}",
-                             remedy="keep it in a file that only you can read, and name that: HF_TOKEN_PATH")
+    _check_secrets(recipe.engine, where)
     overlay = recipe.engine.overlay
     if overlay is not None and not (overlay.startswith("/") and overlay.isprintable() and ":" not in overlay):
         raise UsageError(f"{overlay!r} is no path of a folder that can be on PYTHONPATH",
@@ -251,6 +251,19 @@ def _check(recipe: Recipe, where: str) -> list[str]:
     _check_bench(recipe, where)
     warnings = [flags.check(recipe.engine.args, recipe.engine.version, where), _check_shape(recipe, where)]
     return [warning for warning in warnings if warning]
+
+
+def _check_secrets(engine: Engine, where: str) -> None:
+    """Raises UsageError if the engine is given a secret: it would stand in files, and in the list of processes."""
+    named = [f"env.{name}" for name, value in engine.env.items() if _SECRET.search(name) or _CREDENTIALS.search(value)]
+    named += [f"args.{name}" for name, value in engine.args.items()
+              if _CREDENTIALS.search(str(value))
+              or (name not in flags.OWNED and flags.gives_secret(f"--{name}") and value is not True)]
+    named += ["extra_args" for word in engine.extra_args if _CREDENTIALS.search(word) or flags.gives_secret(word)]
+    if named:
+        raise UsageError("a secret would be written into the run's files and scripts",
+                         where=f"{where}: engine.{named[0]}",
+                         remedy="keep it in a file that only you can read, and name that: HF_TOKEN_PATH")
 
 
 def _is_text(word: str) -> bool:

@@ -309,11 +309,34 @@ def test_a_folder_that_is_named_like_a_recipe_is_none(isolated: Path) -> None:
             recipe.locate(name)
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "MY_API_KEY", "DB_PASSWORD", "X_SECRET"])
+@pytest.mark.parametrize("name", ["HF_TOKEN", "hf_token", "MY_API_KEY", "DB_PASSWORD", "X_SECRET",
+                                  "AWS_SECRET_ACCESS_KEY", "GOOGLE_CREDENTIALS_JSON"])
 def test_a_secret_has_no_place_in_a_recipe(write: Write, name: str) -> None:
     path = write("mine.yaml", SMALL.replace("version: 0.33.0", f"version: 0.33.0, env: {{{name}: x}}"))
     with pytest.raises(UsageError, match=rf"engine\.env\.{name}: a secret would be written.*\n.*HF_TOKEN_PATH"):
         recipe.load(str(path))
+
+
+@pytest.mark.parametrize(("assignment", "place"), [
+    ("engine.args.hf-token=hf_x", "args.hf-token"),
+    ("engine.args.model-loader-extra-config={a: 'https://me:pw@host/'}", "args.model-loader-extra-config"),
+    ("engine.env.HTTPS_PROXY='http://me:pw@host:3128'", "env.HTTPS_PROXY"),
+    ("engine.extra_args=[--hf-token, hf_x]", "extra_args"),
+    ("engine.extra_args=[--hf_tok=hf_x]", "extra_args"),
+    ("engine.extra_args=[--api-key=sk-x]", "extra_args"),
+])
+def test_no_flag_gives_the_engine_a_secret(write: Write, assignment: str, place: str) -> None:
+    """Everybody on the node sees its words in the list of processes."""
+    with pytest.raises(UsageError, match=rf"engine\.{place}: a secret would be written"):
+        recipe.load(str(write("mine.yaml", SMALL)), (assignment,))
+
+
+@pytest.mark.parametrize("assignment", [
+    "engine.args.hf-token=true", "engine.args.max-num-batched-tokens=64", "engine.env.TOKENIZERS_PARALLELISM='1'",
+    "engine.env.HTTPS_PROXY='http://host:3128'", "engine.env.VLLM_PER_TOKEN_QUANT='1'", "engine.extra_args=[--headed]",
+])
+def test_what_only_sounds_like_a_secret_is_none(write: Write, assignment: str) -> None:
+    recipe.load(str(write("mine.yaml", SMALL)), (assignment,))
 
 
 def test_a_secrets_file_may_be_named(write: Write) -> None:
