@@ -78,13 +78,18 @@ class Person:
 
     def waits_for(self, name: str, *states: str, timeout_s: float = 240) -> dict[str, Any]:
         """Wait until the run is in one of ``states``, and return it."""
+        run: dict[str, Any] = {}
 
-        def reached() -> dict[str, Any] | None:
+        def reached() -> bool:
+            nonlocal run
             run = self.run_of(name)
-            return run if run["state"] in states else None
+            return run["state"] in states
 
-        run = self.cluster.wait_until(reached, timeout_s, f"{name} to be {' or '.join(states)}")
-        assert run is not None
+        try:
+            self.cluster.wait_until(reached, timeout_s, f"{name} to be {' or '.join(states)}")
+        except TimeoutError as error:
+            error.add_note(f"it is {run}")
+            raise
         return run
 
     def waits_for_an_empty_queue(self, timeout_s: float = 60) -> None:
@@ -100,5 +105,6 @@ class Person:
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
             if "isambard_serve.watch" in command and str(self.runs / run_id) in command:
-                return [process, *process.children(recursive=True)]
+                # Not by their numbers, which begin anew after the largest.
+                return [process, *sorted(process.children(recursive=True), key=psutil.Process.create_time)]
         raise AssertionError(f"no watcher of {run_id} runs")

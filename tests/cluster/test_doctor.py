@@ -38,7 +38,7 @@ FAULTS = {
     "a folder of somebody else's": Fault("runs_dir", "cannot be written", "runs_dir: /root/runs"),
     "a folder in memory": Fault("runs_dir", "of this machine alone (tmpfs)", "runs_dir: /dev/shm/runs"),
     "no container program": Fault("container", "podman-hpc is not on the PATH", "container: {runtime: podman-hpc}"),
-    "no image": Fault("engine's image of tp4", "/nowhere/vllm-openai", recipe="tp4",
+    "no image": Fault("engine's image of tp4", "/nowhere/vllm-0.33.sif", recipe="tp4",
                       site="container: {runtime: apptainer, images_dir: /nowhere}"),
     "no weights": Fault("model's weights of tp4", "models--deepseek-ai", recipe="tp4",
                         site="container: {runtime: none}\nset: {HF_HOME: /nowhere, HF_HUB_OFFLINE: '1'}"),
