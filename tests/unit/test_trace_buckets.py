@@ -66,6 +66,25 @@ def native(kind: str, what: str) -> str:
     ("_topk_topp_kernel", "sampling"),
     ("Memcpy DtoH (Device -> Pinned)", "copies"),
     ("Memset (Device)", "copies"),
+    # vLLM 0.26 and DeepSeek-V4-Flash on an H200: the grouped output projection, a batch of dense products …
+    ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<8u, 128u, (deep_gemm::GemmType)4, cutlass::bfloat16_t>(float*)",
+     "dense GEMM"),
+    # … what stores the latent KV and its compressed form, and prepares it …
+    ("void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<c10::BFloat16, 64>(int)",
+     "KV/indexer"),
+    ("kernel_cutlass_kernel_vllmmodelsdeepseek_v4nvidiaopssparse_attn_compress_cutedslSparseAttnCompressC128Block8",
+     "KV/indexer"),
+    ("_save_partial_states_kernel", "KV/indexer"),
+    ("_compute_swa_indices_and_lens_kernel", "KV/indexer"),
+    ("_build_c128a_topk_metadata_kernel", "KV/indexer"),
+    # … FlashMLA's plan of its own work …
+    ("smxx::decode::get_mla_metadata_kernel(GetDecodeSchedMetaParams)", "attention"),
+    # … the sampler, and the model runner's own bookkeeping.
+    ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>(float*, float const*, int)",
+     "sampling"),
+    ("_post_update_kernel", "sampling"),
+    ("_prepare_pos_seq_lens_kernel", "KV/indexer"),
+    ("_apply_write_kernel", "KV/indexer"),
     ("_who_knows", "unmatched"),
 ])
 def test_the_shipped_table_puts_kernels_where_they_belong(kernel: str, bucket: str) -> None:

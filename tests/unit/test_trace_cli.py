@@ -23,6 +23,10 @@ EAGER = SAMPLES / "h200-moe-eager.trace.json.gz"
 GRAPH = SAMPLES / "h200-moe-graph.trace.json.gz"
 TWO = sorted((HERE / "samples").glob("h200-x2-rank*.trace.json.gz"))
 
+ENGINE = HERE / "samples" / "vllm-0.26-{}.trace.json.gz"
+"""A few steps of vLLM 0.26 on an H200, recorded by `submit --profile-at`: DeepSeek-V4-Flash cut to four layers at
+concurrency 256, and a dense model of eight layers at 128."""
+
 
 def typed(*words: str | Path, code: int = 0) -> tuple[str, str]:
     """What `trace` prints to stdout and to stderr."""
@@ -52,6 +56,19 @@ def test_a_real_decode_loop_launched_kernel_by_kernel() -> None:
     assert sum(buckets.values()) - buckets["idle"] == pytest.approx(rank["kernel_ms"] / 5, rel=0.005)
     assert read["unmatched_share"] < 0.02
     assert 0.12 < rank["busy_ms"] / read["step_ms"] < 0.14  # the GPU waits for the program to launch
+
+
+@pytest.mark.parametrize(("model", "launches"), [
+    # Two products of the experts in each layer, and an attention of three kernels (plan, split, combination).
+    ("v4-marlin", {"MoE GEMM": 8, "attention": 12, "dense GEMM": 48}),
+    ("dense", {"MoE GEMM": 0, "attention": 17, "dense GEMM": 33}),
+])
+def test_of_the_engines_own_steps_every_kernel_has_its_bucket(model: str, launches: dict[str, int]) -> None:
+    read = document(str(ENGINE).format(model))
+    (rank,) = read["ranks"]
+    assert (rank["found_by"], read["steps"], read["unmatched_share"]) == ("marks", 3, 0)
+    found = {bucket["name"]: bucket["launches"] for bucket in read["buckets"]}
+    assert {name: found.get(name, 0) for name in launches} == launches
 
 
 def test_a_real_decode_loop_replayed_as_a_cuda_graph() -> None:
