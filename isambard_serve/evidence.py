@@ -99,7 +99,7 @@ def verdict(holds: bool | None, why: str) -> Verdict:
 
 
 class Observer:
-    """Gathers the evidence of one point; made before the point's first request."""
+    """Gathers the evidence of one point, or scout; made before its first request."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -113,19 +113,23 @@ class Observer:
             window: the engine's samples, which say when it began and ended.
         """
         run = self._run
-        log = enginelog.read(enginelog.part(run.engine_log))
-        compiled = enginelog.compilations(enginelog.part(run.engine_log, self._log_begin), log.version)
         looks = [look for look in read_lines(run.gpus, GpuSample)
                  if window and window[0].time <= look.time <= window[-1].time]
         return Evidence(
             facts=tuple(run.read_facts()),
-            log=log,
-            compiled=None if compiled is None else tuple(compiled),
+            log=enginelog.read(enginelog.part(run.engine_log)),
+            compiled=self.compiled(),
             looks=tuple(looks),
             client=_read(folder / CLIENT, ClientFacts),
             audit=_read(run.binding, Audit),
             outputs=_read(run.outputs, Outputs),
         )
+
+    def compiled(self) -> tuple[str, ...] | None:
+        """The kernels that the engine's log says were compiled from then to now; None: that version's is not known."""
+        version = enginelog.read(enginelog.part(self._run.engine_log)).version
+        found = enginelog.compilations(enginelog.part(self._run.engine_log, self._log_begin), version)
+        return None if found is None else tuple(found)
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from isambard_serve import bench, enginelog, plan, scout, search
 from isambard_serve.errors import ServeError
+from isambard_serve.evidence import Observer
 from isambard_serve.points import Loop
 from isambard_serve.records import Record, Sample
 from isambard_serve.run import RunDir, append_line, point_name, read_lines, read_record, write_whole
@@ -18,8 +19,8 @@ TICK_S = 0.5
 SCOUT_S = 600.0
 """How long a scout may take: a large model computes the prompts of thousands of requests in some minutes."""
 
-ATTEMPTS = 2
-"""How often a scout of which the engine ran nothing is tried."""
+ATTEMPTS = 3
+"""How often a scout is tried of which the engine ran nothing, or while which it compiled kernels."""
 
 
 class Found(Record, frozen=True):
@@ -110,13 +111,14 @@ def _measured(loop: Loop, space: Space, action: Measure) -> Step:
 def _scouted(loop: Loop, space: Space, action: Scout) -> Step:
     what = f"a scout at concurrency {action.concurrency}"
     log = loop.run.points / "scouts.log"
+    seen, taken_s = None, 0.0
     for attempt in range(ATTEMPTS):
         words = bench.load(
             loop.plan, url=loop.url, prompts=action.requests, concurrency=action.concurrency,
             # No prompt of a scout comes back, in a point least of all.
             seed=bench.ATTEMPT_SEEDS * (loop.claim.number * ATTEMPTS + attempt) + 500 * action.concurrency,
             isl=action.prompt_tokens, osl=action.output_tokens)
-        began, clock = time.time(), time.monotonic()
+        observer, began, clock = Observer(loop.run), time.time(), time.monotonic()
         with loop.sent(words, log, what) as load:
             while load.ended(TICK_S) is None and time.monotonic() - clock < SCOUT_S:
                 loop.check(what)
@@ -126,9 +128,13 @@ def _scouted(loop: Loop, space: Space, action: Scout) -> Step:
         samples = _since(loop.run, began)
         if load.counters:
             samples = sorted([*samples, *load.counters], key=lambda sample: sample.time)
-        step = scout.step(samples, action, space, space.gpus * scout.elapsed_s(samples, time.monotonic() - clock))
-        if step:
-            return step
+        taken_s += scout.elapsed_s(samples, time.monotonic() - clock)
+        seen = scout.step(samples, action, space, space.gpus * taken_s) or seen
+        # An engine that compiles stands still, for minutes where nothing is cached: that would look like a plateau.
+        if seen and not observer.compiled():
+            break
+    if seen:
+        return seen
     raise ServeError(f"the engine ran nothing of {what}", where=f"run {loop.run.run_id}",
                      remedy=f"the load generator's words are in {log}")
 

@@ -48,7 +48,8 @@ def take(loop: Loop, engine: EngineClient, wanted: Profile) -> str:
         watch = _Watch(loop, engine, load, what)
         if not watch.until(lambda samples: scout.steady(scout.active(samples), load_of) is not None,
                            plan.limits.point_s):
-            raise ServeError(f"{what}: decode was not steady before the load ended", where=f"run {run.run_id}",
+            raise ServeError(f"{what}: decode was not steady before the load ended, nor within {plan.limits.point_s} s "
+                             "(point_limit)", where=f"run {run.run_id}",
                              remedy=f"the load generator's words are in {log}")
         try:
             engine.start_profile()

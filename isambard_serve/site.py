@@ -118,13 +118,16 @@ def names() -> list[str]:
 
 
 def _locate(name: str, named_by: Path | None = None) -> Path:
-    """The file of the site ``name``: a path, or a name; ``named_by`` is the file that extends it, if any."""
+    """The file of the site ``name``: a path, or a name, looked up beside ``named_by`` (the file that extends it, if
+    any) and in :func:`folders`.
+    """
     if "/" in name or name.endswith(".yaml"):
         path = Path(name) if named_by is None else named_by.parent / name
         if path.is_file():
             return path
         raise UsageError("no such site file", where=str(path))
-    found = shipped.named_file(name, folders(), other_than=named_by)
+    beside = [named_by.parent] if named_by else []
+    found = shipped.named_file(name, beside + folders(), other_than=named_by)
     if found is None:
         known = names()
         raise UsageError(f"no {'other ' if name in known else ''}site is called {name!r}",

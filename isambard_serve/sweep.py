@@ -101,6 +101,10 @@ def _work(loop: points.Loop, engine: EngineClient) -> str:
     if not found:
         loop.measure_all([*loop.plan.points, *asked.read(loop.run)])
     rows = loop.run.read_rows()
+    if found and not rows:
+        raise ServeError(f"no point was measured: after {found.scouts} scouts {found.reason}",
+                         where="bench.sweep_limit",
+                         remedy="allow more time; compiled kernels are kept where the site has a kernels_dir")
     if all(row.output_tok_s is None for row in rows):
         raise ServeError(f"no point left a result; the logs say why: {loop.run.points}/*/bench.log")
     counted = f"{len(rows)} point{'s' if len(rows) > 1 else ''} measured, {sum(row.valid for row in rows)} valid"

@@ -50,14 +50,18 @@ def trace(names: tuple[str, ...], site_name: str | None, table: Path | None, flo
     if not ranks:
         raise ServeError("holds no GPU kernels", where=", ".join(names),
                          remedy="it was recorded on a CPU, or without CUDA activities: there is nothing to break down")
-    result = breakdown.combined(ranks, _reckoned(places) if given is None else given)
+    result = breakdown.combined(ranks, _reckoned(places, site_name) if given is None else given)
     if plot:
         shown.picture(result, plot)
     click.echo(records.document("trace", **msgspec.structs.asdict(result)) if as_json else shown.text(result))
 
 
-def _reckoned(places: Sequence[Path]) -> dict[str, float]:
-    """The least that the buckets of one profiled run could take, in ms; nothing where that is not known."""
+def _reckoned(places: Sequence[Path], site_name: str | None) -> dict[str, float]:
+    """The least that the buckets of one profiled run could take, in ms; nothing where that is not known.
+
+    Args:
+        site_name: whose ceilings count; those of the site by whose name the run goes, unless given.
+    """
     from isambard_serve import cost, modelconfig, recipe, site
     from isambard_serve.errors import UsageError
     from isambard_serve.run import Outline, RunDir, read_record
@@ -67,9 +71,11 @@ def _reckoned(places: Sequence[Path]) -> dict[str, float]:
         return {}
     profiled, _ = recipe.load(str(run.lock), ())
     try:
-        own = site.load(read_record(run.plan, Outline).site)
+        own = site.load(site_name or read_record(run.plan, Outline).site)
     except UsageError:
-        return {}   # a site that is known only where the run is
+        if site_name:
+            raise
+        return {}   # a site that is known only where the run is, or by its file
     model = modelconfig.find(profiled.model, {**own.set, **profiled.engine.env})
     known = cost.setting(profiled, own, model) if model else None
     if known is None or profiled.bench.profile_at is None:

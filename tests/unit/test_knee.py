@@ -51,6 +51,7 @@ class Engine(Client):
         self.loads: list[tuple[int, int]] = []
         self.dies_after = 10**9
         self.blind = False
+        self.compiles: set[int] = set()
         self._prompt = self._generated = self._preempted = self._last = 0.0
 
     def settled(self, within_s: float) -> bool:
@@ -82,6 +83,11 @@ class Engine(Client):
     def _work(self, running: int, concurrency: int, prompt_tokens: int, tokens: float, length: int) -> None:
         self.idle()
         began = time.time() + 0.01
+        if concurrency in self.compiles:  # the first time, and for most of that time it stands still
+            self.compiles.remove(concurrency)
+            with self.run.engine_log.open("a") as log:
+                log.write("WARNING [jit_monitor.py:132] TileLang JIT compilation during inference: mhc_pre_tilelang\n")
+            tokens /= 100
         self._prompt += prompt_tokens
         self._preempted += max(0, concurrency - HOLDS)
         for part in range(8):
@@ -142,6 +148,19 @@ def test_the_knee_is_found_and_all_that_led_there_is_kept(run: RunDir, plan: Pla
     assert [step.kind for step in steps].count("scout") == result.scouts >= 2
     assert [row.concurrency for row in run.read_rows()] == [step.concurrency for step in steps if step.kind == "point"]
     assert result.gpu_s == pytest.approx(sum(step.gpu_s for step in steps), abs=0.05)
+
+
+def test_a_scout_while_which_the_engine_compiled_is_done_again(run: RunDir, plan: Plan, engine: Engine) -> None:
+    run.engine_log.write_text(f"INFO [core.py:116] Initializing a V1 LLM engine (v{plan.engine_version}) with config\n"
+                              "INFO [jit_monitor.py:79] Kernel JIT monitor activated; mode=warn.\n")
+    engine.compiles = {16}
+    result = found(run, plan, engine)
+    assert engine.compiles == set()
+    (scouted,) = [step for step in knee.kept(run) if (step.kind, step.concurrency) == ("scout", 16)]
+    assert scouted.output_tok_s
+    assert scouted.output_tok_s > 100
+    assert [concurrency for concurrency, _ in engine.loads][:3] == [8, 16, 16]
+    assert result.knee in (HOLDS - 1, HOLDS)
 
 
 @pytest.mark.parametrize("loads", [2, 3, 4, 5, 6])

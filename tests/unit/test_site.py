@@ -95,6 +95,7 @@ def test_a_users_site_extends_the_shipped_one_of_the_same_name(user_file: Write)
 def test_a_site_file_extends_a_named_site_or_a_file_beside_it(write: Write) -> None:
     write("base.yaml", pretend())
     assert site.load(str(write("mine.yaml", "extends: ./base.yaml\nopen_files: 7"))).open_files == 7
+    assert site.load(str(write("mine.yaml", "extends: base\nopen_files: 7"))).open_files == 7
     assert site.load(str(write("own.yaml", "extends: isambard-ai\nopen_files: 8"))).partition == "workq"
 
 

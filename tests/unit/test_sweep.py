@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from isambard_serve import asked, points, sweep
+from isambard_serve import asked, knee, points, sweep
 from isambard_serve.claim import Claim, newest
+from isambard_serve.engine import EngineClient
 from isambard_serve.errors import NotReadyError, ServeError
 from isambard_serve.plan import Plan
 from isambard_serve.points import EngineGoneError
@@ -242,6 +245,16 @@ def test_what_was_asked_of_a_server_for_people_is_measured_and_leaves_it_ready(p
     assert [(event.event, event.point) for event in said(people, "inside")] == [
         ("measuring", None), ("point", "c0004.r1"), ("ready", None),
         ("measuring", None), ("point", "c0004.r2"), ("point", "c0008.r1"), ("ready", None)]
+
+
+def test_a_search_whose_time_was_over_before_any_point_says_so(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = knee.Found(knee=None, saturation="plateau", reason="the budget is spent", scouts=4, points=0, gpu_s=163.0)
+    monkeypatch.setattr(knee, "find", lambda *_: spent)
+    loop: Any = SimpleNamespace(run=run, plan=SimpleNamespace(profile=None, search="some"))
+    with pytest.raises(ServeError, match="no point was measured: after 4 scouts the budget is spent") as raised:
+        sweep._work(loop, EngineClient("http://127.0.0.1:1", ""))
+    assert raised.value.where == "bench.sweep_limit"
 
 
 def test_a_sweep_that_fails_leaves_a_server_for_people_ready_and_says_why(

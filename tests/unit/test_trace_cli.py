@@ -191,6 +191,15 @@ def test_beside_a_runs_buckets_stands_the_least_that_the_roofline_has_for_them(t
     assert "is reckoned from the site's ceilings, not measured" in typed(run)[1]
 
 
+def test_a_site_that_is_known_by_its_file_alone_is_named_for_its_ceilings(tmp_path: Path, write: Write) -> None:
+    run = profiled(tmp_path / "run", "bench.profile_at=2048", site="mine")
+    mine = write("mine.yaml", "extends: isambard-ai\nceilings: {copy_tb_s: 2.0}\n")
+    least = {bucket["name"]: bucket["floor_ms"] for bucket in document(run, "--site", mine)["buckets"]}
+    known = {bucket["name"]: bucket["floor_ms"] for bucket in document(run, "--site", "isambard-ai")["buckets"]}
+    assert least["norm/elementwise"] == pytest.approx(2 * known["norm/elementwise"])
+    assert "no site is called" in typed(run, "--site", "nowhere", code=2)[1]
+
+
 @pytest.mark.parametrize(("assignment", "site"), [
     ("bench.profile_at=null", "isambard-ai"), ("model=them/theirs", "isambard-ai"), ("bench.profile_at=8", "nowhere")])
 def test_where_the_least_is_not_known_it_is_left_open(assignment: str, site: str, tmp_path: Path) -> None:
