@@ -70,12 +70,21 @@ def parse_facts(text: str) -> Facts:
 
 
 def look(there: Host) -> Facts:
-    """What the login node is like."""
+    """What the login node is like.
+
+    Raises:
+        HostError: it does not say.
+    """
     known = [site.detect for site in _sites() if site.detect]
-    done = there.run(["bash", "-l", "-s", "--", *known], stdin=(shipped.folder("templates") / "look.sh").read_bytes(),
-                     timeout_s=300)
-    # This login shell, which is to know `module`, has its own words too.
-    return parse_facts(done.stdout.decode(errors="replace").partition("look begins\n")[2])
+    # This login shell, which is to know `module`, has its own words too, and may read what it finds on stdin.
+    done = there.run(["bash", "-c", 'exec bash -lc ". /dev/fd/3" bash "$@" 3<&0 </dev/null', "bash", *known],
+                     stdin=(shipped.folder("templates") / "look.sh").read_bytes(), timeout_s=300)
+    try:
+        return parse_facts(done.stdout.decode(errors="replace").partition("look begins\n")[2])
+    except (LookupError, ValueError) as error:
+        said = done.stderr.decode(errors="replace").strip()[-500:]
+        raise HostError(f"its login shell does not say what it is like{said and ': '}{said}", where=there.name,
+                        remedy="look at what its ~/.bashrc and ~/.bash_profile do") from error
 
 
 def _sites() -> Iterable[Site]:
@@ -104,13 +113,18 @@ def deploy(alias: str, *, say: Say, site: str | None = None, in_job: bool | None
     with host.connected(alias) as there:
         facts = look(there)
         folder = f"{facts.home}/{FOLDER}"
-        new = version not in facts.versions
+        new = version not in facts.versions or not _works(there, f"{folder}/versions/{version}")
         if new:
             _install(there, facts, folder, version, content, say=say, wheelhouse=wheelhouse,
                      step=_step(facts, site, in_job))
         else:
             there.run(["ln", "-sfn", f"versions/{version}", f"{folder}/current"])
     return Deployed(host=alias, version=version, command=f"{folder}/current/bin/isambard-serve", new=new)
+
+
+def _works(there: Host, environment: str) -> bool:
+    """Whether what was installed there still starts: a cleaner of old files, or a full quota, may have been at it."""
+    return there.run([f"{environment}/bin/isambard-serve", "--version"], timeout_s=INSTALL_S).returncode == 0
 
 
 def _step(facts: Facts, site: str | None, in_job: bool | None) -> list[str]:

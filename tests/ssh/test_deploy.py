@@ -52,8 +52,11 @@ def test_a_version_is_put_there_once_with_wheels_and_does_commands_there(laptop:
 
 
 def test_a_login_node_is_looked_at(laptop: Laptop, world: World) -> None:
+    profile = world.home / ".bash_profile"
+    profile.write_text("cat >/dev/null; echo hello\n")
     with connected(ALIAS) as there:
         facts = deploy.look(there)
+    profile.unlink()
     assert facts.home == str(world.home)
     assert facts.python
     assert facts.tag >= "3.11"

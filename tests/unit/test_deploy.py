@@ -110,7 +110,7 @@ def facts_text(memory: int = 4 << 30, python: bool = True, more: str = "") -> by
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeHost]:
     """Connect to a fake login node that says such facts, and whose installation ends so."""
-    def make(facts: bytes, *codes: int) -> FakeHost:
+    def make(facts: bytes, *codes: int, broken: tuple[str, ...] = ()) -> FakeHost:
         left = list(codes)
 
         def answer(argv: list[str]) -> Done:
@@ -118,7 +118,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeHost]:
                 return Done(returncode=0, stdout=facts, stderr=b"")
             if any(word.endswith("/bootstrap.py") for word in argv):
                 return Done(returncode=left.pop(0), stdout=b"", stderr=b"pip says no")
-            return Done(returncode=0, stdout=b"", stderr=b"")
+            return Done(returncode=1 if argv[0] in broken else 0, stdout=b"", stderr=b"")
 
         fake = FakeHost(answer)
         monkeypatch.setattr(host, "connect", lambda alias, bulk=False: fake)
@@ -179,6 +179,20 @@ def test_what_is_there_already_is_only_pointed_to(there: Callable[..., FakeHost]
     fake = there(facts_text(more=f"version {version}\n"))
     assert not deploy.deploy("there", say=lambda _: None).new
     assert fake.runs[-1] == ["ln", "-sfn", f"versions/{version}", "/home/me/.local/share/isambard-serve/current"]
+
+
+def test_what_is_there_and_works_no_more_is_put_there_again(there: Callable[..., FakeHost]) -> None:
+    version = wheel.identity(wheel.files())
+    command = f"/home/me/.local/share/isambard-serve/versions/{version}/bin/isambard-serve"
+    fake = there(facts_text(more=f"version {version}\n"), 0, broken=(command,))
+    assert deploy.deploy("there", say=lambda _: None).new
+    assert len(installations(fake)) == 1
+
+
+def test_a_host_whose_shell_says_nothing_is_named(there: Callable[..., FakeHost]) -> None:
+    there(b"Welcome\n")
+    with pytest.raises(HostError, match=r"there: its login shell does not say what it is like\n.*~/\.bash_profile"):
+        deploy.deploy("there", say=lambda _: None)
 
 
 def test_a_host_without_a_python_is_told_what_helps(there: Callable[..., FakeHost]) -> None:
