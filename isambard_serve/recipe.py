@@ -17,6 +17,9 @@ from isambard_serve.records import Record
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=10**8)]
+MOST_AT_ONCE = 10**6
+"""The most requests at once that are no slip of the finger: the load generator has to hold them all."""
+Concurrency = Annotated[int, Meta(ge=1, le=MOST_AT_ONCE)]
 
 YEAR_S = 366 * 86_400
 
@@ -105,14 +108,14 @@ class Bench(Record, frozen=True):
 
     isl: Count
     osl: Count
-    concurrency: Literal["saturate"] | Annotated[tuple[Count, ...], Meta(min_length=1)] = "saturate"
+    concurrency: Literal["saturate"] | Annotated[tuple[Concurrency, ...], Meta(min_length=1)] = "saturate"
     repeats: Count = 1
     prompts_per_concurrency: Count = 2
     point_limit: str = "30m"
     sweep_limit: str = "2h"
     min_window: str = "60s"
     warmup: Annotated[int, Meta(ge=0)] = 32
-    profile_at: Count | None = None
+    profile_at: Concurrency | None = None
     profile_steps: Count = 30
     args: dict[str, Scalar | list[Scalar]] = {}
 

@@ -157,7 +157,7 @@ def decide(space: Space, steps: Sequence[Step]) -> Scout | Measure | Stop:
             return evidence.end(f"the budget of {POINTS} concurrencies is spent" if cut_short else "the knee is found")
         return Measure(concurrency=concurrency, repeat=done + 1)
     if not evidence.affordable(concurrency):
-        return evidence.end("the budget is spent")
+        return evidence.end(f"the budget has no room for a point at concurrency {concurrency}")
     return Measure(concurrency=concurrency, repeat=1)
 
 
@@ -222,8 +222,11 @@ class _Evidence:
         if self.plateau:
             concurrency = self._between()
         else:
-            concurrency = self._scouts[-1].concurrency * 2
-            if concurrency > self.capacity or saturation(self._scouts[-1]):
+            before = self._scouts[-1]
+            concurrency = before.concurrency * 2
+            # Of an engine that does not tell how fast it is, no doubling would be the last. (The first scout is short.)
+            silent = len(self._scouts) > 1 and not before.output_tok_s
+            if concurrency > self.capacity or saturation(before) or silent:
                 return None
         return None if concurrency is None else Scout(
             concurrency=concurrency, requests=concurrency * 2, prompt_tokens=space.isl, output_tokens=space.osl)

@@ -9,8 +9,10 @@ from isambard_serve.cli import elsewhere, options
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Whole numbers above 0 with commas between."""
+    from isambard_serve.recipe import MOST_AT_ONCE
+
     words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
+    if not all(word.isdecimal() and len(word) < 10 and 1 <= int(word) <= MOST_AT_ONCE for word in words):
         raise click.BadParameter(f"{text!r} is no list of concurrencies, such as 1,2,4", param_hint="--concurrency")
     return tuple(int(word) for word in words)
 

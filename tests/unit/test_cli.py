@@ -922,7 +922,7 @@ def test_a_server_for_people_is_asked_for_points_and_for_further_repeats_of_them
     assert len({point.seed for point in points}) == 4
 
 
-@pytest.mark.parametrize("words", ["", "0", "1,", "1;2", "two", "-1"])
+@pytest.mark.parametrize("words", ["", "0", "1,", "1;2", "two", "-1", "1000001", "9" * 5000])
 def test_what_is_no_concurrency_is_asked_of_nobody(cluster: Cluster, people: RunDir, words: str) -> None:
     if words:
         assert "no list of concurrencies" in cluster("sweep", "101", f"--concurrency={words}", code=2).stderr

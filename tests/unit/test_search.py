@@ -126,10 +126,16 @@ def test_only_the_knee_is_repeated() -> None:
 
 def test_a_budget_that_is_spent_ends_it_with_what_there_is() -> None:
     whole, _ = searched(SATURATES, repeats=3)
-    for budget in (1.0, 45.0, 500.0, sum(step.gpu_s for step in whole) / 2):
-        steps, end = searched(SATURATES, budget_gpu_s=budget)
+    spent = sum(step.gpu_s for step in whole)
+    for budget in (1.0, 45.0, 500.0, spent / 2, spent - 1, spent):
+        steps, end = searched(SATURATES, budget_gpu_s=budget, repeats=3)
         assert sum(step.gpu_s for step in steps if step.kind == "point") <= budget
-        assert end.reason == "the budget is spent" or points(steps)
+        assert end.reason.startswith("the budget has no room for") == (steps != whole)
+
+
+def test_an_engine_that_does_not_tell_how_fast_it_is_is_not_asked_for_ever_more() -> None:
+    scouts = [curve_step("scout", concurrency, 0.0, output_tok_s=None) for concurrency in (8, 16)]
+    assert decide(SPACE, scouts) == Measure(concurrency=16, repeat=1)
 
 
 def test_too_many_at_once_is_mended_by_fewer() -> None:
