@@ -63,7 +63,11 @@ def point(link: Path, target: str) -> None:
     """Has ``link`` point to ``target``: at every moment to the old one or to the new one."""
     new = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     new.symlink_to(target)
-    os.replace(new, link)
+    try:
+        os.replace(new, link)
+    except OSError:
+        new.unlink()
+        raise
 
 
 def _clear_abandoned(versions: Path) -> None:
@@ -76,7 +80,13 @@ def _clear_abandoned(versions: Path) -> None:
 def main() -> int:
     """``python bootstrap.py FOLDER VERSION [--offline]``."""
     os.umask(0o077)
-    return install(Path(sys.argv[1]), sys.argv[2], Path(__file__).resolve().parent, "--offline" in sys.argv)
+    try:
+        return install(Path(sys.argv[1]), sys.argv[2], Path(__file__).resolve().parent, "--offline" in sys.argv)
+    except OSError as error:
+        sys.stderr.write(f"{error.filename or sys.argv[1]}: {error.strerror or error}\n")
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"{' '.join(map(str, error.cmd))} ended with {error.returncode}\n")
+    return 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -30,6 +31,7 @@ writes 170 MB, which count as the user's until they are on disk."""
 INSTALL_S = 1800.0
 JOB_TIME = "00:20:00"
 KILLED = 137
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 Say = Callable[[str], None]
 
@@ -176,7 +178,7 @@ def _install(there: Host, facts: Facts, folder: str, version: str, content: dict
         there.run(["rm", "-rf", sent])
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip()
-        remedy = "the login node's memory may be short: --in-job" if done.returncode == KILLED else None
+        remedy = "the login node's memory may be short: --in-job" if done.returncode == KILLED else _make_room(said)
         raise HostError(f"the installation ended with {done.returncode}: {said[-2000:]}", where=there.name,
                         remedy=remedy)
 
@@ -192,8 +194,12 @@ def _send(there: Host, folder: str, files: dict[str, bytes]) -> None:
     script = 'umask 077; mkdir -p "$0" && tar -xf - -C "$0"'
     done = there.run(["sh", "-c", script, folder], stdin=archive.getvalue(), timeout_s=INSTALL_S)
     if done.returncode != 0:
-        raise HostError(f"cannot be written: {done.stderr.decode(errors='replace').strip()}",
-                        where=f"{there.name}:{folder}")
+        said = done.stderr.decode(errors="replace").strip()
+        raise HostError(f"cannot be written: {said[-2000:]}", where=f"{there.name}:{folder}", remedy=_make_room(said))
+
+
+def _make_room(said: str) -> str | None:
+    return "make room in your home there" if any(word in said for word in _FULL) else None
 
 
 def pip_options(facts: Facts) -> list[str]:

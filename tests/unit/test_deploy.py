@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -200,6 +202,40 @@ def test_a_host_without_a_python_is_told_what_helps(there: Callable[..., FakeHos
     with pytest.raises(HostError, match=r"no Python 3\.11 or newer") as caught:
         deploy.deploy("there", say=lambda _: None)
     assert "uv" in str(caught.value.remedy)
+
+
+def test_an_installation_that_cannot_be_written_says_where_and_nothing_more(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "versions").write_text("a file where a folder must be")
+    monkeypatch.setattr(sys, "argv", ["bootstrap.py", str(tmp_path), "1"])
+    monkeypatch.setattr(os, "umask", lambda _: 0)  # it would stay so for all tests
+    assert bootstrap.main() == 1
+    assert capsys.readouterr().err == f"{tmp_path}/versions: File exists\n"
+    (tmp_path / "versions").unlink()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert bootstrap.main() == 1
+    assert re.fullmatch(r"/bin/false -m venv \S+ ended with 1\n", capsys.readouterr().err)
+
+
+def test_a_link_that_cannot_be_moved_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "current").mkdir()
+    with pytest.raises(IsADirectoryError):
+        bootstrap.point(tmp_path / "current", "versions/1")
+    assert not list(tmp_path.glob(".current*"))
+
+
+def test_a_full_home_is_named(there: Callable[..., FakeHost]) -> None:
+    fake = there(facts_text(), 1)
+    answers = fake._answers
+
+    def full(argv: list[str]) -> Done:
+        done = answers(argv)
+        return Done(returncode=done.returncode, stdout=done.stdout,
+                    stderr=b"/home/me/.local: Disk quota exceeded\n" if done.returncode else b"")
+
+    fake._answers = full
+    with pytest.raises(HostError, match=r"Disk quota exceeded\n.*make room"):
+        deploy.deploy("there", say=lambda _: None)
 
 
 def test_a_link_is_moved_from_one_version_to_the_next(tmp_path: Path) -> None:
