@@ -90,7 +90,7 @@ def row(plan: Plan, point: Point, *, node: str, bench: dict[str, Any] | None, re
     return Row(
         run_id=plan.run_id,
         recipe=plan.recipe,
-        simulated=plan.simulated,
+        simulated=plan.simulated or number("time_scale") is not None,  # whatever the site calls its engine
         node=node,
         concurrency=point.concurrency,
         repeat=point.repeat,

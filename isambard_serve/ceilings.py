@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from isambard_serve.records import Record
 
@@ -142,17 +144,20 @@ class Ceilings(Record, frozen=True):
     schema: str = "isambard-serve/ceilings/1"
 
 
+Rate = Annotated[float, Meta(gt=0, le=10**6)]
+
+
 class Expected(Record, frozen=True):
     """What a site expects of each of its GPUs; None: nothing in particular. ``numa_gb_s``: host to device, bound to
     the GPU's own node.
     """
 
-    bf16_tflop_s: float | None = None
-    fp8_tflop_s: float | None = None
-    fp8_block_tflop_s: float | None = None
-    copy_tb_s: float | None = None
-    peer_gb_s: float | None = None
-    host_gb_s: float | None = None
+    bf16_tflop_s: Rate | None = None
+    fp8_tflop_s: Rate | None = None
+    fp8_block_tflop_s: Rate | None = None
+    copy_tb_s: Rate | None = None
+    peer_gb_s: Rate | None = None
+    host_gb_s: Rate | None = None
 
 
 class Comparison(Record, frozen=True):
@@ -225,7 +230,8 @@ def compared(found: Ceilings, expected: Expected) -> list[Comparison]:
 
 def text(found: Ceilings, expected: Expected | None = None) -> str:
     """``found`` for people, one line a measurement."""
-    lines = [f"{found.node}: {len(found.gpus)} × {found.gpus[0].name}, torch {found.torch}, driver {found.driver}"]
+    kinds = " + ".join(dict.fromkeys(gpu.name for gpu in found.gpus)) or "no GPU that is known"
+    lines = [f"{found.node}: {len(found.gpus)} × {kinds}, torch {found.torch}, driver {found.driver}"]
     lines += [f"GPU {each.gpu} {each.arithmetic:<9} {each.sustained_tflop_s:8,.0f} TFLOP/s "
               f"({each.burst_tflop_s:,.0f} in a burst){_held(each.bound_by, each.clocks)}" for each in found.matmuls]
     lines += [f"GPU {each.gpu} copy      {each.sustained_tb_s:8.2f} TB/s read + written"

@@ -115,12 +115,20 @@ def unchecked(recipe: Recipe, site: Site) -> str | None:
     if found is None or kept is None:
         return None
     with contextlib.suppress(OSError, ServeError):
-        if kernelcheck.covers(read_record(Path(kept), KernelCheck), found.backend, found.input_quant):
+        check = read_record(Path(kept), KernelCheck)
+        if kernelcheck.covers(check, found.backend, found.input_quant) and not _made_since(recipe, site, Path(kept)):
             return None
     if found.shape is None:
         return f"its {found.backend} kernels cannot be checked: {found.obstacle}"
     return (f"the {found.backend} kernels of {recipe.image} have not passed a check here, and wrong ones are no "
             f"slower: isambard-serve image check {recipe.name}")
+
+
+def _made_since(recipe: Recipe, site: Site, kept: Path) -> bool:
+    """Whether the recipe's image is newer than what is ``kept`` of it: the file itself, or what tells of its build."""
+    places = (Path(container.image(site, recipe)), Path(f"{site.container.images_dir}/{recipe.image}.json"))
+    checked = kept.stat().st_mtime
+    return any(place.is_absolute() and place.exists() and place.stat().st_mtime > checked for place in places)
 
 
 def plan(recipe: Recipe, site: Site, *, run_id: str, runs_dir: str, python: str, time_s: int) -> TaskPlan:

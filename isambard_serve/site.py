@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from isambard_serve import config, shipped, yamlfile
 from isambard_serve.ceilings import Expected
@@ -23,7 +24,7 @@ class Node(Record, frozen=True):
 
     gpus: int
     cpus: int
-    gpu_gib: float | None = None
+    gpu_gib: Annotated[float, Meta(gt=0, le=10**5)] | None = None
 
 
 class Container(Record, frozen=True):

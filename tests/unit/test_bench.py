@@ -120,6 +120,13 @@ def test_random_weights_answer_nothing_that_could_be_judged(args: dict[str, str]
     assert "outputs" in getattr(row, where)
 
 
+def test_a_row_of_the_simulated_engine_says_so_whatever_the_site_calls_it() -> None:
+    made = {**good_bench(4096), "time_scale": 150.0}
+    rows = [bench.row(small_plan(RUNS), POINT, node="n", bench=result, returncode=0, window=())
+            for result in (made, REAL)]
+    assert [row.simulated for row in rows] == [True, False]
+
+
 def test_a_simulated_engine_has_no_version_that_could_be_wrong() -> None:
     row = bench.row(small_plan(RUNS, simulated=True, engine_version="0.26.0"), POINT, node="n", bench=REAL,
                     returncode=0, window=[], evidence=Evidence(facts=(some_facts(),)))

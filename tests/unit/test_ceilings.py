@@ -72,6 +72,7 @@ def test_a_rate_within_a_tenth_of_what_is_expected_is_not_low_and_one_not_measur
     assert missing.measured is None
     assert not missing.low
     assert "not measured" in ceilings.text(found, Expected(copy_tb_s=3.0))
+    assert "0 × no GPU that is known" in ceilings.text(msgspec.structs.replace(found, gpus=()))
 
 
 def test_only_copies_bound_to_a_gpus_own_node_are_compared() -> None:

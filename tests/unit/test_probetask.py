@@ -112,6 +112,17 @@ def test_a_recipe_is_warned_of_unless_its_own_kernels_passed_in_its_image(
         assert "isambard-serve image check dp4-humming" in why
 
 
+@pytest.mark.parametrize("made", ["vllm-0.33.sif", "vllm-0.33.json"])
+def test_what_passed_in_an_image_says_nothing_of_one_that_was_made_since(made: str, tmp_path: Path) -> None:
+    site = a_site("apptainer", images_dir=str(tmp_path))
+    (tmp_path / made).touch()
+    (tmp_path / KEPT).write_bytes(check(True))
+    checked = (tmp_path / KEPT).stat().st_mtime
+    for age_s, trusted in ((-1, True), (1, False)):
+        os.utime(tmp_path / made, (checked + age_s, checked + age_s))
+        assert (probetask.unchecked(loaded("dp4-humming"), site) is None) == trusted
+
+
 def test_what_passed_for_one_backend_says_nothing_of_another(tmp_path: Path) -> None:
     site = a_site("apptainer", images_dir=str(tmp_path))
     (tmp_path / KEPT).write_bytes(check(True))

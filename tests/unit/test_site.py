@@ -201,3 +201,14 @@ def test_where_runs_lie_does_not_depend_on_where_one_stands(folder: str) -> None
     written = msgspec.structs.replace(site.load(str(PRETEND)), runs_dir=folder)
     with pytest.raises(UsageError, match=r"site pretend: runs_dir: .* is no absolute path"):
         site.resolved(written, {"A": "relative"})
+
+
+@pytest.mark.parametrize(("addition", "key"), [
+    ("ceilings: {bf16_tflop_s: 0}", "ceilings.bf16_tflop_s"), ("ceilings: {copy_tb_s: -4}", "ceilings.copy_tb_s"),
+    ("ceilings: {peer_gb_s: 1.0e+308}", "ceilings.peer_gb_s"),
+    ("node: {gpus: 4, cpus: 288, gpu_gib: 0}", "node.gpu_gib")])
+def test_what_no_gpu_can_reach_is_not_expected_of_one(write: Write, addition: str, key: str) -> None:
+    path = write("mine.yaml", f"extends: {PRETEND}\n{addition}\n")
+    with pytest.raises(UsageError) as caught:
+        site.load(str(path))
+    assert str(caught.value.where).endswith(f": {key}")
