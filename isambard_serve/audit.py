@@ -221,6 +221,8 @@ def _judged(process: Seen, topology: Topology, binding: Binding, beside: Mapping
             ) -> tuple[list[str], list[str]]:
     """What is wrong with one process, and what cannot be told of it."""
     wrong, unclear = [], []
+    if not numbers(process.cpus):
+        unclear.append("which CPUs it may use cannot be read")
     if process.policy is None:
         unclear.append("its memory policy cannot be read")
     elif process.new_memory & topology.hbm:

@@ -114,10 +114,7 @@ def judge(gpu: Mapping[str, str], tried: Completed | None, limit_s: float = LIMI
     elif tried.returncode:
         faults.append(_words(tried) or f"its try ended with {tried.returncode}")
     else:
-        memory = msgspec.json.decode(tried.stdout, type=dict[str, float])
-        if memory["free_mib"] < FREE * memory["total_mib"]:
-            remarks.append(f"only {memory['free_mib']:,.0f} of {memory['total_mib']:,.0f} MiB of its memory are free: "
-                           "the engine will find too little, or a smaller KV cache")
+        remarks += _memory(tried.stdout)
     if gpu.get("compute_mode") == "Prohibited":
         faults.append("its compute mode allows no program")
     errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
@@ -129,6 +126,25 @@ def judge(gpu: Mapping[str, str], tried: Completed | None, limit_s: float = LIMI
     if active not in ("", "0", total):  # none at all: there is nothing at their other ends
         faults.append(f"only {active} of {total} NVLinks are active")
     return faults, remarks
+
+
+class _Memory(msgspec.Struct):
+    """What a try that worked says, in the words of ``gpucheck``."""
+
+    free_mib: float
+    total_mib: float
+
+
+def _memory(said: str) -> list[str]:
+    """What should be known of a GPU's memory."""
+    try:
+        memory = msgspec.json.decode(said, type=_Memory)
+    except msgspec.MsgspecError:
+        return [f"its try worked, and what it said of memory cannot be understood: {said.strip()[:100]!r}"]
+    if memory.free_mib >= FREE * memory.total_mib:
+        return []
+    return [f"only {memory.free_mib:,.0f} of {memory.total_mib:,.0f} MiB of its memory are free: the engine will find "
+            "too little, or a smaller KV cache"]
 
 
 class BadNode(Record, frozen=True):

@@ -111,6 +111,8 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
         health = Health(not_applicable="the engine is simulated")
     elif gpus is None:
         health = Health(faults=(gpuhealth.SILENT,))
+    elif missing := _missing(found, env):
+        health = Health(faults=(missing,))
     else:
         health = gpuhealth.check([gpu.uuid for gpu in found.gpus], env)
     bound = _binding(plan, found)
@@ -134,6 +136,18 @@ def node_facts(plan: Plan, root: Path = Path("/")) -> NodeFacts:
         remarks=remarks,
         numactl=numactl(["--hardware"], env),
     )
+
+
+def _missing(found: Topology, env: Mapping[str, str]) -> str | None:
+    """That a GPU which Slurm gave to this job is not there, in words; CUDA stops at the first that it does not find.
+
+    Where there is no nvidia-smi, and of slices of GPUs, nothing can be told.
+    """
+    given = [word for word in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    untold = shutil.which("nvidia-smi", path=env.get("PATH")) is None or any(word.startswith("MIG") for word in given)
+    if "SLURM_JOB_ID" not in env or untold or len(found.gpus) >= len(given):
+        return None
+    return f"nvidia-smi shows {len(found.gpus)} of the {len(given)} GPUs of this job ({','.join(given)})"
 
 
 def _binding(plan: Plan, found: Topology) -> Binding:

@@ -15,6 +15,7 @@ from isambard_serve.records import Record
 
 _NODES = "sys/devices/system/node"
 _PCI = "sys/bus/pci/devices"
+_LIST = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*")
 
 
 class NumaNode(Record, frozen=True):
@@ -65,12 +66,13 @@ class Topology(Record, frozen=True):
 
 
 def numbers(text: str) -> frozenset[int]:
-    """The numbers in a list as Linux writes it: ``0-3,8`` holds 0, 1, 2, 3 and 8."""
+    """The numbers in a list as Linux writes it: ``0-3,8`` holds 0, 1, 2, 3 and 8; none in what is no such list."""
+    if not _LIST.fullmatch(text.strip()):
+        return frozenset()
     found: set[int] = set()
     for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
 
 
@@ -164,10 +166,12 @@ def _gpu(root: Path, smi: Mapping[str, str], nodes: Sequence[NumaNode]) -> Gpu:
 
 
 def _page_kib(root: Path, process: str) -> int | None:
-    with contextlib.suppress(OSError), open(root / "proc" / process / "smaps", encoding="utf-8") as lines:
+    with contextlib.suppress(OSError), open(root / "proc" / process / "smaps", encoding="utf-8",
+                                            errors="replace") as lines:
         for line in lines:
-            if line.startswith("KernelPageSize:"):
-                return int(line.split()[1])
+            page = re.match(r"KernelPageSize:\s+([0-9]{1,9}) kB", line)
+            if page:
+                return int(page[1])
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -152,6 +153,12 @@ def test_what_cannot_be_seen_is_not_known_and_never_right(node: Path) -> None:
     result = audited(node)
     assert result.verdict is None
     assert result.findings == ("VLLM::EngineCore_DP1 (pid 111, GPU 0019:01:00.0): its memory policy cannot be read",)
+    rank(node, RANKS[1], 1)
+    status = node / f"proc/{RANKS[1]}/status"
+    status.write_text(re.sub(r"(Cpus_allowed_list:\s*)\S+", r"\1?", status.read_text()))
+    result = audited(node)
+    assert result.verdict is None
+    assert "which CPUs it may use cannot be read" in result.findings[0]
     assert result.summary.startswith("not known: VLLM::EngineCore_DP1")
 
 

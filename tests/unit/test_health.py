@@ -69,6 +69,13 @@ def environment(stubs: Stubs) -> dict[str, str]:
     return {"PATH": f"{stubs.folder}:/usr/bin:/bin"}
 
 
+@pytest.mark.parametrize("words", ["", "null", "{}", "warning: x\n{}", '{"free_mib": "x", "total_mib": 1}'])
+def test_a_try_whose_words_are_not_understood_is_worth_a_remark(words: str) -> None:
+    faults, (remark,) = health.judge({}, said(words))
+    assert faults == []
+    assert "cannot be understood" in remark
+
+
 def test_each_gpu_is_tried_in_a_process_that_sees_it_alone(node: Stubs) -> None:
     node.add("python", f'echo "$CUDA_VISIBLE_DEVICES $*" >> {node.folder}/tried; echo \'{WORKS.stdout}\'')
     found = health.check(["GPU-aa", "GPU-bb"], environment(node))

@@ -205,6 +205,21 @@ def test_a_node_whose_nvidia_smi_gives_no_answer_is_a_bad_one(
     assert facts.gpus == []
 
 
+@pytest.mark.parametrize(("smi", "given", "fault"), [
+    (f"cat <<'EOF'\n{GPUS}EOF", "0,1,2,3", "nvidia-smi shows 2 of the 4 GPUs of this job (0,1,2,3)"),
+    ("echo 'Unable to determine the device handle'; exit 9", "0", "nvidia-smi shows 0 of the 1 GPUs of this job (0)"),
+    (f"cat <<'EOF'\n{GPUS}EOF", "0,1", None), ("exit 9", "MIG-0123", None), ("exit 9", "", None),
+])
+def test_a_node_that_lacks_a_gpu_of_the_job_is_a_bad_one(bound: tuple[RunDir, Path], stubs: Stubs, smi: str, given: str,
+                                                        fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stubs.add("nvidia-smi", smi)
+    monkeypatch.setattr(health, "check", lambda uuids, env: Health())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    run, root = bound
+    assert prepare.node_facts(read_record(run.plan, Plan), root).health.faults == ((fault,) if fault else ())
+
+
 def test_a_node_that_cannot_be_prepared_says_so_before_its_job_ends(
         run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])

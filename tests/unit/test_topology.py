@@ -37,6 +37,22 @@ def test_of_two_sockets_each_has_four_gpus_and_no_memory_is_alone(tmp_path: Path
     assert found.numa_balancing is True
 
 
+@pytest.mark.parametrize("text", ["", "N/A", "0-", "-1", "0-3,", "a", "0 1", "0x1", "0-4000000000", "\0"])
+def test_what_is_no_list_of_numbers_holds_none(text: str) -> None:
+    assert topology.numbers(text) == frozenset()
+
+
+@pytest.mark.parametrize("text", ["", "KernelPageSize:\n", "KernelPageSize: x kB\n", "\xff"])
+def test_a_machine_whose_files_make_no_sense_is_one_that_says_nothing(tmp_path: Path, text: str) -> None:
+    smi = machines.quad_gh200(tmp_path)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            path.write_text(text, encoding="latin-1")
+    found = topology.read(tmp_path, smi, None)
+    assert {gpu.node for gpu in found.gpus} == {None}
+    assert found.page_kib is None
+
+
 def test_a_virtual_machine_that_does_not_say_where_its_gpus_are_is_not_second_guessed(tmp_path: Path) -> None:
     found = topology.read(tmp_path, machines.h200_vm(tmp_path), None)
     assert [gpu.node for gpu in found.gpus] == [None, None]
