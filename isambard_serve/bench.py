@@ -20,6 +20,9 @@ RESULT = "bench.json"
 ATTEMPT_SEEDS = 100_000_000
 """How far the seeds of two attempts at a point are apart: farther than those of any two points."""
 
+SEEDS = 2**32
+"""How many seeds the benchmark knows (numpy's): the attempts of a server that is measured often go round."""
+
 
 def load(plan: Plan, *, url: str, prompts: int, concurrency: int, seed: int, isl: int | None = None,
          osl: int | None = None) -> list[str]:
@@ -34,7 +37,7 @@ def load(plan: Plan, *, url: str, prompts: int, concurrency: int, seed: int, isl
         *filled(plan.bench_argv, url=url),
         "--num-prompts", str(prompts),
         "--max-concurrency", str(concurrency),
-        "--seed", str(seed),
+        "--seed", str(seed % SEEDS),
         *(word for flag, length in lengths if length is not None for word in (flag, str(length))),
     ]
 

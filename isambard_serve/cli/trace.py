@@ -63,20 +63,22 @@ def _reckoned(places: Sequence[Path], site_name: str | None) -> dict[str, float]
         site_name: whose ceilings count; those of the site by whose name the run goes, unless given.
     """
     from isambard_serve import cost, modelconfig, recipe, site
-    from isambard_serve.errors import UsageError
+    from isambard_serve.errors import ServeError
     from isambard_serve.run import Outline, RunDir, read_record
 
     run = RunDir(places[0])
     if len(places) > 1 or not run.lock.is_file():
         return {}
-    profiled, _ = recipe.load(str(run.lock), ())
     try:
+        profiled, _ = recipe.load(str(run.lock), ())
         own = site.load(site_name or read_record(run.plan, Outline).site)
-    except UsageError:
+        model = modelconfig.find(profiled.model, {**own.set, **profiled.engine.env})
+    except (FileNotFoundError, ServeError) as error:
         if site_name:
             raise
-        return {}   # a site that is known only where the run is, or by its file
-    model = modelconfig.find(profiled.model, {**own.set, **profiled.engine.env})
+        # A site that is known only where the run is, or by its file, above all. What was recorded needs none of it.
+        options.say(f"note: the least that each bucket could take is not known: {error}")
+        return {}
     known = cost.setting(profiled, own, model) if model else None
     if known is None or profiled.bench.profile_at is None:
         return {}

@@ -67,6 +67,15 @@ def test_each_attempt_at_each_point_has_a_seed_of_its_own_and_is_the_same_comman
     assert bench.words(plan, POINT, url="u", folder=RUNS) == bench.words(plan, POINT, url="u", folder=RUNS, attempt=0)
 
 
+def test_a_server_that_is_measured_again_and_again_keeps_to_seeds_that_the_benchmark_takes() -> None:
+    plan = small_plan(RUNS, {"bench": {"concurrency": [1, 64, 512, 2048], "repeats": 3}})
+    each = [bench.words(plan, point, url="u", folder=RUNS, attempt=attempt)
+            for point in plan.points for attempt in range(0, 600, 3)]
+    seeds = {int(argv[argv.index("--seed") + 1]) for argv in each}
+    assert len(seeds) == len(each)
+    assert max(seeds) < 2**32  # beyond it numpy raises, and the point is lost
+
+
 def test_the_articles_rungs_send_twice_the_concurrency_in_prompts() -> None:
     assert loaded("tp4").bench.prompts_per_concurrency == small_recipe().bench.prompts_per_concurrency == 2
 

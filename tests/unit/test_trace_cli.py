@@ -200,6 +200,16 @@ def test_a_site_that_is_known_by_its_file_alone_is_named_for_its_ceilings(tmp_pa
     assert "no site is called" in typed(run, "--site", "nowhere", code=2)[1]
 
 
+@pytest.mark.parametrize("damaged", ["plan.json", "recipe.lock.yaml"])
+def test_a_damaged_run_hides_nothing_of_its_traces(damaged: str, tmp_path: Path) -> None:
+    run = profiled(tmp_path / "run", "bench.profile_at=2048")
+    (run / damaged).write_text("{}")
+    out, told = typed(run)
+    assert "MoE GEMM" in out
+    assert "note: the least that each bucket could take is not known: " in told
+    assert damaged in told
+
+
 @pytest.mark.parametrize(("assignment", "site"), [
     ("bench.profile_at=null", "isambard-ai"), ("model=them/theirs", "isambard-ai"), ("bench.profile_at=8", "nowhere")])
 def test_where_the_least_is_not_known_it_is_left_open(assignment: str, site: str, tmp_path: Path) -> None:
