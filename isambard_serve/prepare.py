@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from isambard_serve import binding, kernelcache, nodelocal, process, slurm, topology
+from isambard_serve import binding, kernelcache, nodelocal, process, slurm, state, topology
 from isambard_serve import health as gpuhealth
 from isambard_serve.binding import Binding
 from isambard_serve.errors import HostError, ServeError
@@ -199,9 +199,19 @@ def _assigned(value: Filled) -> str:
     return shlex.quote(value) if isinstance(value, str) else f"({shlex.join(value)})"
 
 
+def started(run: RunDir) -> bool:
+    """Whether the run's serve job has begun before, and has not been sent again since."""
+    events, _ = state.since_resent(run.read_events(["serve"]))
+    return any(event.event == "started" for event in events)
+
+
 def main() -> None:
     """``python -m isambard_serve.prepare RUN_DIR``."""
     run = RunDir(Path(sys.argv[1]))
+    if started(run):
+        # Nothing is recorded: the run is the other engine's, which may be serving now.
+        sys.exit(f"error: {run.run_id}: was started before, and the numbers of two engines would be mixed in it\n"
+                 f"  → submit the recipe anew, or what the run has left: isambard-serve submit --resume {run.run_id}")
     try:
         good = prepare(run)
     except Exception as error:

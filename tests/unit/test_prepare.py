@@ -223,14 +223,25 @@ def test_a_node_that_lacks_a_gpu_of_the_job_is_a_bad_one(bound: tuple[RunDir, Pa
 def test_a_node_that_cannot_be_prepared_says_so_before_its_job_ends(
         run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
-    prepare.main()
-    run.slots.unlink()
     run.slots.mkdir()
     with pytest.raises(OSError, match="directory"):
         prepare.main()
     last = run.read_events()[-1]
     assert last.event == "failed"
     assert "could not be prepared" in str(last.reason)
+
+
+def test_a_run_has_one_engine_however_often_its_script_is_sent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["prepare", str(run.path)])
+    prepare.main()
+    before = run.key.read_text(), run.read_events()
+    with pytest.raises(SystemExit) as end:
+        prepare.main()
+    assert str(end.value.code).startswith(f"error: {run.run_id}: was started before")
+    assert (run.key.read_text(), run.read_events()) == before
+    run.record("serve", "resent", reason="its node is bad", job_id="201")
+    prepare.main()
+    assert run.key.read_text() != before[0]
 
 
 def test_a_run_that_was_cancelled_before_its_turn_is_not_prepared(
