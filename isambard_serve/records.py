@@ -231,7 +231,8 @@ class RunVerdict(Record, frozen=True):
 
 
 class Run(Record, frozen=True):
-    """A run as ``status`` and ``collect`` report it. ``points_invalid`` counts those with a row that is not valid.
+    """A run as ``status`` and ``collect`` report it. ``points_invalid`` counts those whose row is
+    not valid, or cannot be read.
 
     ``ladder`` is the run id of the ladder's first rung, if the run is one of several that were submitted together.
     ``node_hours`` is what its jobs have held so far: by the site's accounting (``sacct``) once all have ended there,

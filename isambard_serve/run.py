@@ -26,6 +26,7 @@ UNREADABLE = (msgspec.MsgspecError, RecursionError)
 """What msgspec raises of text that is not what it should be; the second if it is nested too deeply."""
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{4}", re.ASCII)
+_POINT = re.compile(r"c\d{4,}\.r\d+", re.ASCII)
 _STAMP = len("20261129-181258")
 
 
@@ -290,11 +291,15 @@ class RunDir:
         return {role: ids.get(role) or written[role] for role in ("serve", "sweep", "task", "controller")
                 if role in ids or role in written}
 
+    def kept(self) -> list[Path]:
+        """The files of the rows of all kept points."""
+        return [path for path in self.points.glob("*/row.json") if _POINT.fullmatch(path.parent.name)]
+
     def read_rows(self) -> list[Row]:
         """The rows of all kept points, by concurrency and repeat; not of a point's copy under another name."""
         rows = []
-        for path in self.points.glob("*/row.json"):
-            with contextlib.suppress(ServeError):  # one damaged row hides no other; points_done counts it
+        for path in self.kept():
+            with contextlib.suppress(ServeError):  # one damaged row hides no other; points_invalid counts it
                 row = read_record(path, Row)
                 if path.parent.name == point_name(row.concurrency, row.repeat):
                     rows.append(row)

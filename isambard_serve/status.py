@@ -60,7 +60,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
     if used:
         node_hours = round(sum(use.gpus * use.elapsed_s for use in used.values()) / 3600 / plan.node_gpus, 6)
     endpoint = _endpoint(run) if now in ("ready", "measuring") and plan.placement == "none" else None
-    rows = run.read_rows()
+    kept, rows = len(run.kept()), run.read_rows()
     return Run(
         run_id=run.run_id,
         recipe=plan.recipe,
@@ -73,9 +73,9 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         node_hours=node_hours,
         node_hours_by="sacct" if used else "clock",
         directory=str(run.path),
-        points_done=sum(1 for _ in run.points.glob("*/row.json")),
+        points_done=kept,
         points_planned=None if plan.search else len(plan.points) + len(asked.read(run)),
-        points_invalid=sum(not row.valid for row in rows),
+        points_invalid=kept - sum(row.valid for row in rows),
         binding=_binding(run),
         url=endpoint.url if endpoint else None,
         key_file=endpoint.key_file if endpoint else None,

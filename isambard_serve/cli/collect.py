@@ -76,7 +76,8 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
             write_whole(here / "medians.csv", table.medians(run.verdict.medians).to_csv(index=False), mode=0o644)
     rows = [row for own in compared for row in own]
     click.echo(_document(found, rows) if as_json else table.text(found, rows))
-    if require_valid and not (rows and all(row.valid for row in rows) and all(run.state == "done" for run in found)):
+    if require_valid and not (rows and all(row.valid for row in rows)
+                              and all(run.state == "done" and not run.points_invalid for run in found)):
         raise ServeError("a run is not done, or a row is not valid", where="--require-valid")
 
 

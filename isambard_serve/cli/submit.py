@@ -98,7 +98,7 @@ def submit(names: tuple[str, ...], site_name: str | None, assignments: tuple[str
     elif wait and for_people:
         click.echo(table.text(runs, []))
     if wait:
-        _check_outcome(runs, directories, "ready" if for_people else "done")
+        _check_outcome(runs, "ready" if for_people else "done")
 
 
 def _show(plans: list[Plan], recipes: list[Recipe], site: Site, *, as_json: bool) -> None:
@@ -214,12 +214,11 @@ def _check_cost(plans: Sequence[Plan | TaskPlan], max_node_hours: float | None) 
                          where="--max-node-hours", remedy="allow more, or shorten it with --time")
 
 
-def _check_outcome(runs: list[Run], directories: list[RunDir], wanted: State) -> None:
+def _check_outcome(runs: list[Run], wanted: State) -> None:
     from isambard_serve.errors import ServeError
 
     bad = {run.run_id: run.state if run.state != wanted else "rows that are not valid"
-           for run, directory in zip(runs, directories, strict=True)
-           if run.state != wanted or not all(row.valid for row in directory.read_rows())}
+           for run in runs if run.state != wanted or run.points_invalid}
     if bad:
         raise ServeError("; ".join(f"{run_id}: {why}" for run_id, why in bad.items()),
                          remedy=f"isambard-serve collect {' '.join(bad)}")

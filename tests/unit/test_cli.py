@@ -532,6 +532,19 @@ def test_collecting_brings_the_evidence_here_and_tables_it(cluster: Cluster, iso
     assert [row["output_tok_s"] for row in document["rows"]] == [5856.0, 100.0]
 
 
+def test_a_row_that_cannot_be_read_is_not_taken_for_a_valid_one(cluster: Cluster) -> None:
+    run = cluster.submitted()
+    for concurrency in (1, 2):
+        keep_row(run, some_row(run_id=run.run_id, concurrency=concurrency))
+    run.record("serve", "done")
+    cluster("collect", run.run_id, "--require-valid")
+    (run.points / "c0002.r1" / "row.json").write_text('{"valid": false')
+    (told,) = cluster.json("status", run.run_id)["runs"]
+    assert (told["points_done"], told["points_invalid"]) == (2, 1)
+    result = cluster("collect", run.run_id, "--require-valid", code=1)
+    assert "2 of 2 points, 1 NOT VALID" in result.stdout
+
+
 def test_several_runs_are_collected_into_one_document_and_a_folder_each(cluster: Cluster, tmp_path: Path) -> None:
     first, second = cluster.submitted(), cluster.submitted()
     for run in (first, second):

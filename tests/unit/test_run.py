@@ -174,8 +174,10 @@ def test_rows_are_read_by_concurrency_and_repeat_and_half_written_ones_are_not(t
 def test_a_points_copy_under_another_name_is_no_second_measurement(tmp_path: Path) -> None:
     run = written_run(small_plan(tmp_path))
     keep_row(run, some_row(concurrency=2))
-    shutil.copytree(run.points / "c0002.r1", run.points / "c0002.r1 (copy)")
+    for name in ("c0002.r1 (copy)", "c0004.r1"):
+        shutil.copytree(run.points / "c0002.r1", run.points / name)
     assert [row.concurrency for row in run.read_rows()] == [2]
+    assert sorted(path.parent.name for path in run.kept()) == ["c0002.r1", "c0004.r1"]  # the second counts as not valid
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "x"}'])
