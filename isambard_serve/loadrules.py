@@ -32,8 +32,11 @@ LITTLE_SAMPLES = 20
 CLIENT_CPU = 0.8
 """The share of a core at which the client, one thread, no longer has time to spare."""
 
-CLIENT_LAG = 0.1
-"""The share of the median ITL by which the client may be late in seeing a token."""
+CLIENT_LAG = 0.01
+"""The share of a request's median time (E2EL) by which the client may be late in seeing a token: so much later it sends
+the next request, and so much longer TPOT reads. It is no share of the ITL: where all sequences decode in one step their
+tokens come at once, and a client that is busy with them for a tenth of the step is late by that tenth.
+"""
 
 
 CLIENT_LAG_SEEN_MS = 2.0
@@ -158,19 +161,26 @@ def littles_law(measured: Measured) -> Verdict:
     """
     if _virtual(measured):
         return Verdict("not_applicable", "the samples are not by the virtual clock")
-    took = measured.numbers("latencies")
+    took_s = _request_seconds(measured)
     samples = [(sample.time, sample.running + sample.waiting) for sample in measured.window
                if sample.running is not None and sample.waiting is not None]
-    if not took or len(samples) < LITTLE_SAMPLES:
-        return verdict(None, f"{len(samples)} samples of the engine are too few" if took else
-                       "the benchmark's result has no times of each request")
+    if not took_s or len(samples) < LITTLE_SAMPLES:
+        return verdict(None, f"{len(samples)} samples of the engine are too few" if took_s else
+                       "the benchmark's result has no times of its requests")
     engine_s = sum((later - earlier) * (before + after) / 2
                    for (earlier, before), (later, after) in itertools.pairwise(samples))
-    share = engine_s / sum(took) if sum(took) else 0.0
+    share = engine_s / took_s
     found = f"the engine counts {share:.0%} of the client's request-seconds"
     if share < 1 - LITTLE and _shares_cpus(measured):
         return verdict(None, f"the engine computes on the same CPUs: {found}")
     return verdict(abs(share - 1) <= LITTLE, found)
+
+
+def _request_seconds(measured: Measured) -> float:
+    """How long all requests took together, as the client saw it; 0 if it does not say. vLLM 0.26 tells their mean."""
+    took = measured.numbers("latencies")
+    mean_s = (measured.number("mean_e2el_ms") or 0.0) / 1000
+    return sum(took) if took else mean_s * (measured.number("completed") or 0.0)
 
 
 def _shares_cpus(measured: Measured) -> bool:
@@ -185,23 +195,22 @@ def _virtual(measured: Measured) -> bool:
 
 def client(measured: Measured) -> Verdict:
     """``client``: the load generator took less than 80 % of a core, and its event loop was less late (99th
-    percentile) than 10 % of the median ITL. Otherwise it was the client that was measured.
+    percentile) than 1 % of a request's median time. Otherwise it was the client that was measured.
 
-    Where tokens come so fast that 10 % of the ITL is within the loop's own resolution, this cannot be told; nor where
-    engine and client share the CPUs.
+    Where requests are so short that 1 % of their time is within the loop's own resolution, this cannot be told; nor
+    where engine and client share the CPUs.
     """
     if _virtual(measured):
         return Verdict("not_applicable", "in virtual time no client sends the requests")
     facts = measured.evidence.client
-    # 0: tokens came in several at once, and TPOT says how often they come.
-    itl_ms = measured.number("median_itl_ms") or measured.number("median_tpot_ms")
-    if facts is None or facts.cpu_share is None or facts.loop_lag_p99_ms is None or itl_ms is None:
+    request_ms = measured.number("median_e2el_ms")
+    if facts is None or facts.cpu_share is None or facts.loop_lag_p99_ms is None or request_ms is None:
         return verdict(None, "the load generator said nothing of itself")
-    found = (f"it took {facts.cpu_share:.0%} of a core, and was {facts.loop_lag_p99_ms:.1f} ms late where tokens come "
-             f"every {itl_ms:.1f} ms")
+    found = (f"it took {facts.cpu_share:.0%} of a core, and was {facts.loop_lag_p99_ms:.1f} ms late where a request "
+             f"takes {request_ms:,.0f} ms")
     if _shares_cpus(measured):
         return verdict(None, f"the engine computes on the same CPUs: {found}")
-    late = facts.loop_lag_p99_ms >= CLIENT_LAG * itl_ms
+    late = facts.loop_lag_p99_ms >= CLIENT_LAG * request_ms
     if facts.cpu_share < CLIENT_CPU and late and facts.loop_lag_p99_ms <= CLIENT_LAG_SEEN_MS:
         return verdict(None, f"an idle event loop is as late: {found}")
     return verdict(facts.cpu_share < CLIENT_CPU and not late, found)

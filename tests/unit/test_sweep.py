@@ -86,7 +86,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run whose load generator and whose Slurm are stubs that keep their records beside it."""
     (tmp_path / "result.json").write_text(
-        json.dumps({**good_bench(0), "median_itl_ms": 60_000.0, "completed": "C", "total_output_tokens": "T",
+        json.dumps({**good_bench(0), "median_e2el_ms": 60_000.0, "completed": "C", "total_output_tokens": "T",
                     "duration": 1.0, "output_throughput": "T"})
         .replace('"C"', "PROMPTS").replace('"T"', "TOKENS"))
     stubs.add("srun", SRUN)
