@@ -239,12 +239,20 @@ def cancel(name: str, site_name: str | None, whole_ladder: bool, as_json: bool) 
 
     from isambard_serve import launch, records
     from isambard_serve import status as statuses
+    from isambard_serve.errors import ServeError
 
     site = options.choose_site(site_name)
     runs_here = options.open_runs(site)
     directory = runs_here.find(name)
     slurm = options.open_slurm(site)
-    before = statuses.read(directory)
+    try:
+        before = statuses.read(directory)
+    except ServeError as error:
+        # Its own jobs need none of what is damaged: they end when they see this.
+        directory.record("cancel", "cancelled", reason="cancelled on request")
+        raise ServeError(f"{error.what}; the run's jobs have been told to end by themselves", where=error.where,
+                         remedy=f"see that they do: squeue --me --name={directory.run_id},{directory.run_id}-sweep"
+                         ) from error
     ended = runs_here.ladder(name) if whole_ladder else [directory]
     if whole_ladder:
         launch.cancel_ladder(ended, slurm)

@@ -489,6 +489,14 @@ def test_a_damaged_run_hides_no_other_in_the_list_and_is_an_error_to_whoever_nam
     assert str(damaged.plan) in cluster("status", damaged.run_id, code=1).stderr
 
 
+@pytest.mark.parametrize("name", ["plan.json", "jobs.json"])
+def test_a_damaged_run_can_be_told_to_end_all_the_same(cluster: Cluster, name: str) -> None:
+    run = cluster.submitted()
+    (run.path / name).write_text("{")
+    assert "the run's jobs have been told to end by themselves" in cluster("cancel", run.run_id, code=1).stderr
+    assert [event.event for event in run.read_events(["cancel"])] == ["cancelled"]
+
+
 @pytest.mark.parametrize("below", [".", "results", "points/x"])
 def test_results_are_not_collected_into_the_run_that_they_are_of(cluster: Cluster, below: str) -> None:
     run = cluster.submitted()
