@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ from typing import Any
 REPORT_S = 20.0
 ATTEMPTS = 5
 PAUSE_S = 15.0
+HASHING = 8
+"""How many files are checked at once: one core hashes less than a parallel file system gives."""
+
 STALE_S = 3600.0
 """How long a partial file must not have grown to be what somebody who is gone has left."""
 
@@ -42,6 +48,26 @@ def present(blobs: Path, files: dict[str, tuple[str, int]]) -> int:
                 blob = path.name.split(".")[0]
                 sizes[blob] = max(sizes.get(blob, 0), path.stat().st_size)
     return sum(min(size, sizes.get(blob, 0)) for blob, size in dict(files.values()).items())
+
+
+def forget_damaged(blobs: Path, files: dict[str, tuple[str, int]]) -> list[str]:
+    """Removes those of ``files`` whose content is not what the hub says, and names them.
+
+    The hub's client looks at sizes alone. The blob of a large file is named by its SHA-256; small ones are not checked.
+    """
+    large = [(name, blobs / blob) for name, (blob, _) in files.items() if re.fullmatch("[0-9a-f]{64}", blob)]
+
+    def is_damaged(path: Path) -> bool:
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() != path.name
+        return False
+
+    with ThreadPoolExecutor(HASHING) as pool:
+        judged = zip(large, pool.map(is_damaged, [path for _, path in large]), strict=True)
+        damaged = [each for each, bad in judged if bad]
+    for _, path in damaged:
+        path.unlink(missing_ok=True)
+    return [name for name, _ in damaged]
 
 
 def progress(done: int, total: int, began_with: int, after_s: float) -> str:
@@ -91,6 +117,10 @@ def fetch(model: str, revision: str) -> None:
     say(f"{model}, revision {revision} ({info.sha}): {len(files)} files, {total / 1e9:.2f} GB, into {blobs.parent}")
     with reporting(lambda: present(blobs, files), total):
         snapshot_download(model, revision=revision, allow_patterns=sorted(files))
+    say("checking what was fetched")
+    damaged = forget_damaged(blobs, files)
+    if damaged:
+        raise OSError(f"arrived damaged, and was removed: {', '.join(damaged)}")
 
 
 def main(words: Sequence[str] | None = None) -> int:

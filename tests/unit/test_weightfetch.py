@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def test_whole_files_and_parts_count_and_nothing_counts_twice(tmp_path: Path) ->
     (tmp_path / "other").write_bytes(b"x" * 9000)
     assert weightfetch.present(tmp_path, FILES) == 1200
     assert weightfetch.present(tmp_path, {**FILES, "copy": ("a", 1000)}) == 1200
+
+
+def test_a_large_file_whose_content_is_not_the_hubs_is_removed_and_named(tmp_path: Path) -> None:
+    good, bad, gone = (hashlib.sha256(word).hexdigest() for word in (b"good", b"bad", b"gone"))
+    for blob, content in ((good, b"good"), (bad, b"bat"), ("0123", b"small")):
+        (tmp_path / blob).write_bytes(content)
+    files = {"a.safetensors": (good, 4), "b.safetensors": (bad, 3), "c.safetensors": (gone, 4),
+             "config.json": ("0123", 5)}
+    assert weightfetch.forget_damaged(tmp_path, files) == ["b.safetensors"]
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {good, "0123"}
 
 
 @pytest.mark.parametrize(("done", "line"), [
