@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,6 +362,18 @@ def test_what_does_not_shrink_is_only_probed(monkeypatch: pytest.MonkeyPatch) ->
     assert link.carry(NOISE, 100) == [len(NOISE)] * 100
     # Less than a fiftieth of the time that compressing it all would take.
     assert link.now < 2e-8 * len(NOISE) * 100 / 50
+
+
+def test_a_turn_of_somebody_elses_on_the_processor_does_not_count_against_compression(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    compress = zlib.compress
+
+    def interrupted(data: bytes, level: int) -> bytes:
+        time.sleep(0.02)
+        return compress(data, level)
+
+    monkeypatch.setattr(zlib, "compress", interrupted)
+    assert len(Squeeze()(memoryview(LOG))) < len(LOG) / 3
 
 
 def test_a_link_that_turns_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
