@@ -55,14 +55,15 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    heard = {number: before for number in (signal.SIGTERM, signal.SIGHUP)
+             if (before := signal.getsignal(number)) not in (signal.SIG_IGN, None)}
     for number in heard:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, signal.SIG_DFL)
+        for number, before in heard.items():
+            signal.signal(number, before)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -386,14 +386,19 @@ def test_an_interrupted_submission_leaves_nothing_in_the_queue(cluster: Cluster)
     assert cluster.json("status")["runs"][0]["state"] == "failed"
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, lambda *_: pytest.fail("the old one was called")])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_told_to_end_tidies_up_as_for_ctrl_c(cluster: Cluster, number: signal.Signals) -> None:
+def test_a_command_that_is_told_to_end_tidies_up_as_for_ctrl_c(cluster: Cluster, number: signal.Signals,
+                                                                       handler: Any) -> None:
     cluster.slurm.answers["sbatch"] = (
         lambda argv: said("101") if argv[-1].endswith("serve.sbatch") else os.kill(os.getpid(), number))
-    before = signal.getsignal(number)
-    cluster("submit", "small", code=130)
-    assert ("scancel", "101") in cluster.slurm.calls
-    assert signal.getsignal(number) == before
+    before = signal.signal(number, handler)
+    try:
+        cluster("submit", "small", code=130)
+        assert ("scancel", "101") in cluster.slurm.calls
+        assert signal.getsignal(number) == handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_command_below_nohup_hears_no_hangup(cluster: Cluster) -> None:
