@@ -1,6 +1,6 @@
 """`collect` from a host over SSH beside `scp -r` and `rsync -a`, each as a whole command. As root, on Debian.
 
-Usage: python benchmarks/collect.py [--scale SCALE] [--repeats N] [--only WORD]
+Usage: python -m benchmarks.collect [--scale SCALE] [--repeats N] [--only WORD]
 
 The host is a real sshd: over loopback, and a long way off (50 ms each way by the tests' relay, 200 Mbit/s by htb).
 `collect` asks the host's own isambard-serve for the run, fetches its files, checks each by the SHA-256 that it has

@@ -115,10 +115,11 @@ class Observer:
         run = self._run
         looks = [look for look in read_lines(run.gpus, GpuSample)
                  if window and window[0].time <= look.time <= window[-1].time]
+        log = enginelog.read(enginelog.part(run.engine_log))
         return Evidence(
             facts=tuple(run.read_facts()),
-            log=enginelog.read(enginelog.part(run.engine_log)),
-            compiled=self.compiled(),
+            log=log,
+            compiled=self._compiled(log.version),
             looks=tuple(looks),
             client=_read(folder / CLIENT, ClientFacts),
             audit=_read(run.binding, Audit),
@@ -127,7 +128,9 @@ class Observer:
 
     def compiled(self) -> tuple[str, ...] | None:
         """The kernels that the engine's log says were compiled from then to now; None: that version's is not known."""
-        version = enginelog.read(enginelog.part(self._run.engine_log)).version
+        return self._compiled(enginelog.read(enginelog.part(self._run.engine_log)).version)
+
+    def _compiled(self, version: str | None) -> tuple[str, ...] | None:
         found = enginelog.compilations(enginelog.part(self._run.engine_log, self._log_begin), version)
         return None if found is None else tuple(found)
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from isambard_serve import shipped, yamlfile
-from isambard_serve.errors import UsageError, nearest
+from isambard_serve.errors import UsageError
 from isambard_serve.records import Record
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -77,7 +77,7 @@ def folders() -> list[Path]:
 
 def names() -> list[str]:
     """The names of all images that can be found."""
-    return sorted({path.stem for place in folders() for path in place.glob("*.yaml") if path.is_file()})
+    return shipped.names(folders())
 
 
 def locate(name: str, named_by: Path | None = None) -> Path:
@@ -89,13 +89,7 @@ def locate(name: str, named_by: Path | None = None) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = shipped.named_file(name, folders(), other_than=named_by)
-    if found is None:
-        known = names()
-        raise UsageError(f"no {'other ' if name in known else ''}image is called {name!r}",
-                         where=f"{named_by}: extends" if named_by else None,
-                         remedy=nearest(name, known) or f"known images: {', '.join(known) or 'none'}")
-    return found
+    return shipped.named("image", name, folders(), named_by=named_by)
 
 
 def load(name: str) -> Image:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from isambard_serve import flags, shipped, yamlfile
-from isambard_serve.errors import UsageError, nearest
+from isambard_serve.errors import UsageError
 from isambard_serve.records import Record
 
 Scalar = bool | int | float | str
@@ -173,7 +173,7 @@ def folders() -> list[Path]:
 
 def names() -> list[str]:
     """The names of all recipes that can be found."""
-    return sorted({path.stem for place in folders() for path in place.glob("*.yaml") if path.is_file()})
+    return shipped.names(folders())
 
 
 def locate(name: str, named_by: Path | None = None) -> Path:
@@ -192,13 +192,7 @@ def locate(name: str, named_by: Path | None = None) -> Path:
             if path.is_file():
                 return path
         raise UsageError("no such recipe file", where=name)
-    found = shipped.named_file(name, beside + folders(), other_than=named_by)
-    if found is None:
-        available = names()
-        raise UsageError(f"no {'other ' if name in available else ''}recipe is called {name!r}",
-                         where=f"{named_by}: extends" if named_by else None,
-                         remedy=nearest(name, available) or f"known recipes: {', '.join(available)}")
-    return found
+    return shipped.named("recipe", name, beside + folders(), named_by=named_by)
 
 
 def load(name: str, assignments: tuple[str, ...] = ()) -> tuple[Recipe, list[str]]:

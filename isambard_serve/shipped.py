@@ -6,7 +6,10 @@ In a wheel they lie inside the package; in a checkout ``jobs/``, ``images/`` and
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+from isambard_serve.errors import UsageError, nearest
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -23,10 +26,27 @@ def user_folder() -> Path:
     return Path(base) / "isambard-serve"
 
 
-def named_file(name: str, folders: list[Path], other_than: Path | None = None) -> Path | None:
-    """The first ``name.yaml`` in ``folders``; a file that extends its own name means the next one."""
+def names(folders: Sequence[Path]) -> list[str]:
+    """The names of all that is defined in ``folders``, a YAML file each."""
+    return sorted({path.stem for place in folders for path in place.glob("*.yaml") if path.is_file()})
+
+
+def named(kind: str, name: str, folders: Sequence[Path], *, named_by: Path | None = None, where: str | None = None
+          ) -> Path:
+    """The first ``name.yaml`` in ``folders``; a file that extends its own name means the next one.
+
+    Args:
+        kind: what it defines: a recipe, say.
+        named_by: the file that extends it, if any; ``where``: what else names it.
+
+    Raises:
+        UsageError: there is none.
+    """
     for place in folders:
         candidate = place / f"{name}.yaml"
-        if candidate.is_file() and (other_than is None or candidate.resolve() != other_than.resolve()):
+        if candidate.is_file() and (named_by is None or candidate.resolve() != named_by.resolve()):
             return candidate
-    return None
+    known = names(folders)
+    raise UsageError(f"no {'other ' if name in known else ''}{kind} is called {name!r}",
+                     where=f"{named_by}: extends" if named_by else where,
+                     remedy=nearest(name, known) or f"known {kind}s: {', '.join(known) or 'none'}")

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from isambard_serve import config, shipped, yamlfile
 from isambard_serve.ceilings import Expected
-from isambard_serve.errors import UsageError, nearest
+from isambard_serve.errors import UsageError
 from isambard_serve.records import Record
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -115,7 +115,7 @@ def folders() -> list[Path]:
 
 def names() -> list[str]:
     """The names of all sites that can be found."""
-    return sorted({path.stem for place in folders() for path in place.glob("*.yaml")})
+    return shipped.names(folders())
 
 
 def _locate(name: str, named_by: Path | None = None) -> Path:
@@ -128,13 +128,7 @@ def _locate(name: str, named_by: Path | None = None) -> Path:
             return path
         raise UsageError("no such site file", where=str(path))
     beside = [named_by.parent] if named_by else []
-    found = shipped.named_file(name, beside + folders(), other_than=named_by)
-    if found is None:
-        known = names()
-        raise UsageError(f"no {'other ' if name in known else ''}site is called {name!r}",
-                         where=f"{named_by}: extends" if named_by else "--site",
-                         remedy=nearest(name, known) or f"known sites: {', '.join(known) or 'none'}")
-    return found
+    return shipped.named("site", name, beside + folders(), named_by=named_by, where="--site")
 
 
 def load(name: str) -> Site:

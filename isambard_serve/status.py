@@ -156,10 +156,10 @@ def follow(path: Path, run: RunDir, slurm: Slurm | None, *, skip: int = 0, tick_
     while True:
         silence_s = _silence_s(run)
         silent = time.time() - run.jobs.stat().st_mtime if silence_s is None and run.jobs.exists() else silence_s
-        state = read(run, slurm if silent is not None and silent > SILENT_S else None).state
-        if state in ENDS and seen_ended is None:
+        now = read(run, slurm if silent is not None and silent > SILENT_S else None).state
+        if now in ENDS and seen_ended is None:
             seen_ended = time.monotonic()
-        ended = state == "unknown" or (seen_ended is not None and (
+        ended = now == "unknown" or (seen_ended is not None and (
             _fell_silent(run) or time.monotonic() - seen_ended > LAST_WORDS_S))
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(position)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from isambard_serve.cost import Forecast
     from isambard_serve.plan import Plan
     from isambard_serve.recipe import Recipe
-    from isambard_serve.run import RunDir, Runs
+    from isambard_serve.run import Runs
     from isambard_serve.site import Site
     from isambard_serve.slurm import Slurm
     from isambard_serve.task import TaskPlan
@@ -150,7 +150,7 @@ def open_slurm(chosen: Site) -> Slurm | None:
     return slurm.Slurm(slurm.environment(chosen.export, os.environ)) if chosen.scheduler == "slurm" else None
 
 
-def submit_task(plan: TaskPlan, chosen: Site, *, wait: bool, as_json: bool) -> RunDir:
+def submit_task(plan: TaskPlan, chosen: Site, *, wait: bool, as_json: bool) -> None:
     """Submits a task, says so, and with ``wait`` shows its log until it has ended.
 
     Raises:
@@ -175,7 +175,6 @@ def submit_task(plan: TaskPlan, chosen: Site, *, wait: bool, as_json: bool) -> R
         click.echo(records.document("task", runs=[msgspec.to_builtins(run)]))
     if wait and run.state != "done":
         raise ServeError(run.reason or run.state, where=run.run_id, remedy=f"isambard-serve logs {run.run_id}")
-    return directory
 
 
 def open_runs(chosen: Site) -> Runs:

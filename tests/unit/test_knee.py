@@ -82,7 +82,7 @@ class Engine(Client):
 
     def _work(self, running: int, concurrency: int, prompt_tokens: int, tokens: float, length: int) -> None:
         self.idle()
-        began = time.time() + 0.01
+        began = self._soon()
         if concurrency in self.compiles:  # the first time, and for most of that time it stands still
             self.compiles.remove(concurrency)
             with self.run.engine_log.open("a") as log:
@@ -97,7 +97,11 @@ class Engine(Client):
 
     def idle(self) -> None:
         """A sample of an engine that does nothing, as it will be taken in a moment."""
-        self._tell(time.time() + 0.01, 0, 0, 0.0)
+        self._tell(self._soon(), 0, 0, 0.0)
+
+    def _soon(self) -> float:
+        """A moment that is to come, behind all samples so far."""
+        return max(time.time() + 0.01, self._last + 1e-4)
 
     def _tell(self, now: float, running: int, waiting: int, kv: float) -> None:
         self._last = now
