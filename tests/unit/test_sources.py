@@ -176,6 +176,7 @@ def test_somebody_at_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPat
         assert nobody is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with progress.bar() as bar:
         assert bar
         bar.advance(5)
