@@ -57,9 +57,11 @@ def _told(person: Person, run_id: str) -> list[str]:
 
 def test_a_run_that_was_lost_in_a_point_is_resumed_and_repeats_no_valid_one(simulating: Person) -> None:
     cluster = simulating.cluster
-    lost = {way: simulating.submits("tiny", *WHOLE_NODES) for way in WAYS}
+    lost: dict[str, str] = {}
     kept: dict[str, list[str]] = {}
-    for way, run_id in lost.items():
+    for way in WAYS:
+        # One after another: a run that waited for its turn here would be done by then.
+        run_id = lost[way] = simulating.submits("tiny", *WHOLE_NODES)
         cluster.wait_until(partial(_told, simulating, run_id), 120, f"a point of {way}")
         # Whatever point it is in, it does not get out of it.
         processes = simulating.job_of(run_id)
