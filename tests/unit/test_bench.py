@@ -99,7 +99,7 @@ def test_a_row_holds_the_benchmarks_numbers_and_those_that_follow_from_them() ->
     assert (row.valid, row.reasons, row.ratio, row.power_capped) == (False, ("recomputed",), None, None)
     assert set(row.unknown) == {"littles_law", "prefix_hits", "client", "expected", "binding", "compiled", "throttled",
                                 "outputs"}
-    assert row.not_applicable == ("environment",)
+    assert row.not_applicable == ("window", "environment")  # its recipe asks for no window
     assert set(row.details) == {*row.reasons, *row.unknown, *row.not_applicable}
     assert row.details["recomputed"] == "6 preemptions: 2.1% to 18.8% of the tokens were computed again"
 

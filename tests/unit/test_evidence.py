@@ -130,7 +130,7 @@ def test_without_a_fault_nothing_is_refuted_and_what_was_looked_at_is_known(scen
     row = made.row()
     assert (row.reasons, row.valid) == ((), True)
     assert row.unknown == ()
-    assert set(row.not_applicable) == {"littles_law", "client", "binding"}
+    assert set(row.not_applicable) == {"littles_law", "client", "binding", "window"}
     assert row.power_capped == 1.0
 
 

@@ -101,7 +101,7 @@ TOLD = [
      measured({**REAL, "queue_times": [0, 1, 2], "latencies": [1, 1, 1]}, concurrency=2)),
     ("window", measured({**REAL, "duration": 60.0}, min_window_s=60), measured({**REAL, "duration": 59.9},
                                                                              min_window_s=60)),
-    ("window", measured(prompts=8), measured(prompts=7)),
+    ("window", measured({**REAL, "duration": 60.0}, prompts=8), measured({**REAL, "duration": 60.0}, prompts=7)),
     ("prefix_hits", measured(samples=window(prefix_cache_hits_total=20)),
      measured(samples=window(prefix_cache_hits_total=21))),
     ("alone", measured(samples=window(requests_total=32)), measured(samples=window(requests_total=33))),
@@ -289,3 +289,10 @@ def test_of_many_findings_the_first_are_told() -> None:
 def test_every_rule_says_what_it_means_beginning_with_its_code() -> None:
     for code, rule in validity.RULES.items():
         assert str(rule.__doc__).startswith(f"``{code}``: ")
+
+
+def test_a_window_that_is_long_enough_only_for_a_recipe_that_asks_for_less_says_so() -> None:
+    judgement = validity.judge(measured({**REAL, "duration": 20.0}, min_window_s=10))
+    assert "window" in judgement.not_applicable
+    assert "bench.min_window" in judgement.details["window"]
+    assert "window" in validity.judge(measured({**REAL, "duration": 9.0}, min_window_s=10)).reasons
