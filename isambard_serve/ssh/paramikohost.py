@@ -7,10 +7,12 @@ import io
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import paramiko
+from paramiko.common import cMSG_CHANNEL_CLOSE
 from paramiko.hostkeys import HostKeyEntry, HostKeys, InvalidHostKey
 
 from isambard_serve import process
@@ -51,6 +53,34 @@ class _Inside:
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             self._channel.close()
+
+
+class _Orderly:
+    """The connection as one channel sees it: nothing of the channel's goes out after its close.
+
+    paramiko makes up a message under the channel's lock but sends it after that, so that what one thread sends can
+    follow the close of another, or the answer to the server's. OpenSSH's server then ends the whole connection ("packet
+    referred to nonexistent channel").
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _send_user_message(self, message: paramiko.Message) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = message.asbytes().startswith(cMSG_CHANNEL_CLOSE)
+                self._transport._send_user_message(message)
+
+
+def _orderly(channel: paramiko.Channel) -> paramiko.Channel:
+    channel.transport = cast(paramiko.Transport, _Orderly(channel.transport))
+    return channel
 
 
 class _ChannelFile(io.RawIOBase):
@@ -155,7 +185,7 @@ class ParamikoHost:
         """Starts ``argv`` there, in a login shell's environment."""
         mark = stream.new_mark()
         try:
-            channel = self._transport.open_session(timeout=HANDSHAKE_S)
+            channel = _orderly(self._transport.open_session(timeout=HANDSHAKE_S))
             channel.exec_command(stream.command_line(argv, mark))
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise ConnectionLostError(f"the connection was lost: {error}", where=self.name) from error
@@ -180,6 +210,7 @@ class ParamikoHost:
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise ConnectionLostError(f"no SFTP there: {error}", where=self.name) from error
         assert client is not None  # noqa: S101 - its channel was opened
+        _orderly(cast(paramiko.Channel, client.get_channel()))
         return client
 
     def close(self) -> None:
@@ -189,7 +220,7 @@ class ParamikoHost:
 
 def _channel(transport: paramiko.Transport, to: tuple[str, int], where: str) -> paramiko.Channel:
     try:
-        return transport.open_channel("direct-tcpip", to, ("127.0.0.1", 0), timeout=HANDSHAKE_S)
+        return _orderly(transport.open_channel("direct-tcpip", to, ("127.0.0.1", 0), timeout=HANDSHAKE_S))
     except paramiko.ChannelException as error:
         raise ConnectionRefusedError(0, error.text) from error
     except (paramiko.SSHException, EOFError) as error:

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import paramiko
 import pytest
 
 from isambard_serve import host
@@ -258,7 +260,7 @@ def test_a_host_behind_a_jump_that_is_not_there_is_said_to_be_out_of_reach(lapto
         host.connect("hidden")
 
 
-@pytest.mark.parametrize("program", ["yes hello", "sh -c 'echo hello; exit 3'", "/no/such", "true"])
+@pytest.mark.parametrize("program", ["yes hello 2>/dev/null", "sh -c 'echo hello; exit 3'", "/no/such", "true"])
 def test_a_way_that_leads_to_no_server_is_named_and_no_library_speaks_of_it(laptop: Laptop, program: str) -> None:
     laptop.configure(f"Host there\n\tProxyCommand {program}\n")
     done = laptop.run([*SERVE, "status", "--host", "there"], check=False)
@@ -349,6 +351,24 @@ def test_several_programs_share_one_connection(there: Host) -> None:
     assert {stream.stdout.readline() for stream in streams} == {there.run(script).stdout}
     for stream in streams:
         stream.close()
+
+
+def test_what_a_thread_sends_after_a_channels_close_does_not_end_the_connection(
+        laptop: Laptop, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[tuple[Any, paramiko.Message]] = []
+
+    def held_up(channel: Any) -> None:
+        with channel.lock:
+            late.append((channel, channel._send_eof()))
+
+    with closing(by_paramiko()) as there, echo(world) as port:
+        with monkeypatch.context() as patch, there.dial(worlds.COMPUTE, port) as stream:
+            patch.setattr(paramiko.Channel, "shutdown_write", held_up)
+            stream.stdin.close()
+        ((channel, message),) = late
+        channel.transport.global_request("a round trip", wait=True)  # then the server has forgotten the channel
+        channel.transport._send_user_message(message)
+        assert there.run(["echo", "hello"]).stdout == b"hello\n"
 
 
 def test_files_are_written_and_read_by_sftp(there: Host, world: World) -> None:
