@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import psutil
 
 from isambard_serve import container, process
 from isambard_serve.errors import HostError, ServeError
 from isambard_serve.plan import Plan
-from isambard_serve.run import RunDir
+from isambard_serve.run import RunDir, read_record
 
 FOLDERS = ("tmp", "kernels")
+
+PODMAN_S = 10.0
+"""How long podman may take to end when it is asked to: the container that it waits for ends first."""
 
 
 def make(plan: Plan) -> None:
@@ -44,8 +51,34 @@ def root_process(run: RunDir, started: int) -> int:
 def clear(plan: Plan, env: Mapping[str, str], runner: process.Runner = process.run) -> None:
     """Removes the run's containers and its folder from this node, whatever state they are in."""
     if plan.runtime == "podman-hpc":
+        label = f"{container.LABEL}={plan.run_id}"
+        # First those that would go on making a container.
+        podmans = _podmans(f"--label={label}")
+        for podman in podmans:
+            with contextlib.suppress(psutil.Error):
+                podman.terminate()
+        psutil.wait_procs(podmans, timeout=PODMAN_S)
         with contextlib.suppress(HostError):
-            runner(["podman-hpc", "rm", "--force", "--time=0", f"--filter=label={container.LABEL}={plan.run_id}"],
-                   env=env)
+            runner(["podman-hpc", "rm", "--force", "--time=0", f"--filter=label={label}"], env=env)
     if plan.local_dir is not None:
         shutil.rmtree(plan.local_dir, ignore_errors=True)
+
+
+def _podmans(word: str) -> list[psutil.Process]:
+    """This user's processes that were started as a podman with the argument ``word``; whoever started them is none."""
+    found = []
+    for each in psutil.process_iter(["cmdline", "uids"]):
+        command = each.info["cmdline"] or []
+        programs = [Path(argument).name for argument in command[:2]]  # podman-hpc is a script: its interpreter is first
+        if word in command and {"podman", "podman-hpc"} & {*programs} and each.info["uids"].real == os.getuid():
+            found.append(each)
+    return found
+
+
+def main() -> None:
+    """``python -m isambard_serve.nodelocal RUN_DIR``: the serve job's last word when its watcher was killed."""
+    clear(read_record(RunDir(Path(sys.argv[1])).plan, Plan), os.environ)
+
+
+if __name__ == "__main__":
+    main()

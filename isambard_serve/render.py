@@ -54,7 +54,7 @@ def _command(words: Sequence[Word]) -> _Ready:
             lines.append([])
         whole = flag and "=" in str(word)
         lines[-1].append(quoted(word))
-    return _Ready(" \\\n    ".join(" ".join(line) for line in lines if line))
+    return _Ready(" \\\n      ".join(" ".join(line) for line in lines if line))
 
 
 def _commented(words: Sequence[str]) -> _Ready:

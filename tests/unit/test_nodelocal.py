@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -51,6 +53,35 @@ def test_the_runs_containers_are_removed_by_their_label(plan: Plan) -> None:
 
     nodelocal.clear(plan, {"PATH": "/bin"}, runner)
     assert ran == [("podman-hpc", "rm", "--force", "--time=0", f"--filter=label=isambard-serve.run={RUN_ID}", "/bin")]
+
+
+def test_what_would_still_make_a_container_of_the_run_is_ended_first(plan: Plan, tmp_path: Path) -> None:
+    """But not whoever has podman's words among their own, like the watcher, and no other run's podman."""
+    podman = tmp_path / "podman"
+    podman.symlink_to("/bin/sh")
+    label = f"--label=isambard-serve.run={RUN_ID}"
+
+    def started(*argv: str | Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*argv], stdin=subprocess.PIPE)
+
+    ours = [started(podman, "-c", "read line", "podman", label),
+            started(sys.executable, podman_hpc(tmp_path), "run", label)]
+    others = [started("/bin/sh", "-c", "read line", "sh", "podman", label),
+              started(podman, "-c", "read line", "podman", f"{label}0")]
+    try:
+        nodelocal.clear(plan, {}, lambda *_, **__: said())
+        assert [each.poll() is None for each in (*ours, *others)] == [False, False, True, True]
+    finally:
+        for each in (*ours, *others):
+            each.kill()
+            each.communicate()
+
+
+def podman_hpc(folder: Path) -> Path:
+    """A script of that name that waits for the end of its input."""
+    script = folder / "podman-hpc"
+    script.write_text("import sys\nsys.stdin.read()\n")
+    return script
 
 
 def test_the_folder_goes_even_when_podman_cannot_be_asked(plan: Plan) -> None:
