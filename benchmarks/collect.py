@@ -7,6 +7,10 @@ The host is a real sshd: over loopback, and a long way off (50 ms each way by th
 there, and tables the run's rows. The three take turns, each with an empty folder; the times are medians of whole
 commands, and a ratio says how many times as fast `collect` is. Where another tool would take all day it is stopped
 after 20 times as long, and a ratio with a plus is a lower bound.
+
+Over loopback, where both sides share this machine's processors, a line says what the parts of any such transfer cost
+them: what is read, hashed on both sides and written, with ssh's own time for it or with zlib's instead. Shared evenly
+by all processors, after one `ssh true`, that is the least that a checked transfer can take here.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import filecmp
+import hashlib
 import os
 import random
 import re
+import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +45,9 @@ from tests.unit.helpers import PRETEND, SAMPLES, pretend_site, small_plan, some_
 MIB = 1 << 20
 PORT = 2222
 CUT_OFF = 20
+QUICK = "aes128-gcm@openssh.com"
+"""The cipher that costs least where a processor has instructions for AES; `collect` offers it first."""
+
 TOOLS = ("collect", "scp -r", "rsync -a")
 
 
@@ -91,12 +101,16 @@ class Case:
     name: str
     fill: Callable[[RunDir, float], None]
     wanted: tuple[float, float]
+    pile_up: bool = False
+    """Whether what was fetched stays until all is measured: ext4 is slow to use the inodes again of thousands of files
+    that were just deleted. Much data goes after each turn: memory that nobody has used yet costs a virtual machine
+    more than the transfer."""
 
 
 CASES = (
     Case("incompressible", incompressible, (1.0, 0.95)),
     Case("logs", logs, (1.5, 3.0)),
-    Case("small", small, (3.0, 10.0)),
+    Case("small", small, (3.0, 10.0), pile_up=True),
 )
 
 
@@ -165,7 +179,7 @@ class Bench:
         return min(time.perf_counter() - began, limit_s)
 
     def new_folder(self) -> Path:
-        """A new folder. The old ones stay: ext4 is slow to use the inodes again of files that were just deleted."""
+        """A new folder."""
         self._out.mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self._out))
 
@@ -181,7 +195,7 @@ def differing(here: Path, there: Path) -> list[str]:
     return other + missing
 
 
-def measure(bench: Bench, run: RunDir, wanted: float, repeats: int) -> None:
+def measure(bench: Bench, run: RunDir, wanted: float, repeats: int, *, pile_up: bool) -> None:
     """Prints how long each tool takes."""
     took: dict[str, list[float]] = {tool: [] for tool in TOOLS}
     for _ in range(repeats):
@@ -191,6 +205,8 @@ def measure(bench: Bench, run: RunDir, wanted: float, repeats: int) -> None:
             took[tool].append(bench.timed(bench.command(tool, run, out), limit_s))
             if tool == "collect" and (wrong := differing(out / run.run_id, run.path)):
                 raise SystemExit(f"not fetched, or not as they are there: {wrong}")
+            if not pile_up:
+                bench.clear()
     ours = statistics.median(took["collect"])
     for tool, times in took.items():
         theirs = statistics.median(times)
@@ -198,6 +214,45 @@ def measure(bench: Bench, run: RunDir, wanted: float, repeats: int) -> None:
         ratio = "" if tool == "collect" else f"{theirs / ours:>9.2f}{bound}"
         target = f"   (wanted: {wanted})" if tool == "scp -r" else ""
         print(f"    {tool:<10}{theirs:>9.2f} s{ratio}{target}", flush=True)
+
+
+def print_least(bench: Bench, run: RunDir) -> None:
+    """Prints what a transfer of the run's files that is checked by SHA-256 takes here at the least."""
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    began = time.perf_counter()
+    bench.laptop.run(["ssh", "bench", "true"])
+    connected = time.perf_counter() - began
+    by_ssh = _child_s()
+    bench.laptop.run(["sh", "-c", 'ssh -c "$0" bench cat -- "$@" > /dev/null', QUICK, *files])
+    by_ssh = _child_s() - by_ssh
+    by_zlib = by_hash = 0.0
+    copied = time.process_time()
+    for path in files:
+        shutil.copyfile(path, bench.new_folder() / "copy")
+    copied = time.process_time() - copied
+    bench.clear()
+    for path in files:
+        with open(path, "rb") as file:
+            while block := file.read(MIB):
+                began = time.process_time()
+                hashlib.sha256(block).digest()
+                hashed = time.process_time()
+                small = zlib.compress(block, 1)
+                zlib.decompress(small)
+                by_zlib += time.process_time() - hashed
+                by_hash += hashed - began
+    cores = len(os.sched_getaffinity(0))
+    both = 2 * by_hash + copied
+    plain = connected + (both + 2 * by_ssh) / cores
+    squeezed = connected + (both + by_zlib) / cores
+    print(f"    the least here: {plain:.2f} s as it is, {squeezed:.2f} s by zlib, were ssh then free ({cores} cores, "
+          f"{connected:.2f} s to connect; processor seconds: SHA-256 twice {2 * by_hash:.2f}, a copy {copied:.2f}, "
+          f"ssh at both ends {2 * by_ssh:.2f}, zlib both ways {by_zlib:.2f})", flush=True)
+
+
+def _child_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure_again(bench: Bench, run: RunDir, repeats: int) -> None:
@@ -233,9 +288,11 @@ def main() -> None:
                             continue
                         print(f"{title} (scale {arguments.scale:g}, {arguments.repeats} repeats)", flush=True)
                         with bench.link(slow=slow):
-                            measure(bench, run, case.wanted[slow], arguments.repeats)
+                            measure(bench, run, case.wanted[slow], arguments.repeats, pile_up=case.pile_up)
                             if case.name == "small":
                                 measure_again(bench, run, arguments.repeats)
+                            elif not slow:
+                                print_least(bench, run)
                         bench.clear()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
