@@ -6,10 +6,7 @@ form that ``farside`` gives it ends the conversation.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +20,6 @@ from isambard_serve.listing import Listed
 if TYPE_CHECKING:
     from isambard_serve.host import Host
 
-QUEUED = 8
 PYTHON = ("python3", "-I", "-S")
 
 
@@ -47,14 +43,15 @@ class Want:
 
 
 class Inlet:
-    """The far side's stream of answers. A thread reads and unpacks blocks while the last ones are written away."""
+    """The far side's stream of answers, block by block.
+
+    Read by whoever takes: a thread that read ahead would hand each block to another processor, which costs more than it
+    gains. ``ssh`` and the pipe from it read ahead already.
+    """
 
     def __init__(self, source: BinaryIO) -> None:
         self._source = source
-        self._blocks: queue.Queue[memoryview | HostError] = queue.Queue(QUEUED)
         self._block = memoryview(b"")
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def take(self, count: int) -> memoryview | bytes:
         """The next ``count`` bytes.
@@ -69,30 +66,11 @@ class Inlet:
         parts = [self._block]
         left = count - len(self._block)
         while left:
-            block = self._blocks.get()
-            if isinstance(block, HostError):
-                self._blocks.put(block)  # for whoever asks again
-                raise block
+            block = self._next()
             parts.append(block[:left])
             self._block = block[left:]
             left -= len(parts[-1])
         return b"".join(parts)
-
-    def close(self) -> None:
-        """Lets the thread end, and whoever waits for bytes; the source must have come to its end."""
-        while self._reader.is_alive():
-            with contextlib.suppress(queue.Empty):
-                self._blocks.get(timeout=0.01)
-        self._blocks.put(ConnectionLostError("the connection was closed"))
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._blocks.put(self._next())
-        except HostError as error:
-            self._blocks.put(error)
-        except (OSError, ValueError) as error:  # ValueError: the file was closed under our hands
-            self._blocks.put(ConnectionLostError(f"the connection was lost: {error}"))
 
     def _next(self) -> memoryview:
         length, packed_length = farside.LENGTHS.unpack(self._exactly(farside.LENGTHS.size))
@@ -102,7 +80,10 @@ class Inlet:
         return memoryview(_unpacked(packed, length) if packed_length < length else packed)
 
     def _exactly(self, count: int) -> bytes:
-        data = self._source.read(count)
+        try:
+            data = self._source.read(count)
+        except (OSError, ValueError) as error:  # ValueError: the file was closed under our hands
+            raise ConnectionLostError(f"the connection was lost: {error}") from error
         if len(data) < count:
             raise ConnectionLostError("the connection was lost")
         return data
@@ -150,8 +131,6 @@ class FarSide:
         """Ends it. Any thread may do so: what waits for its answer gets a ConnectionLostError."""
         if not self._closed:
             self._closed = True
-            self._stream.cut()
-            self._inlet.close()
             self._stream.close()
 
     def list(self, root: str, exclude: Sequence[str] = ()) -> list[Listed]:
@@ -199,6 +178,8 @@ class FarSide:
 
     def _why(self, lost: ConnectionLostError) -> HostError:
         """What the end of its answers is due to: itself, if it can still be heard, or the connection."""
+        if self._closed:
+            return lost
         try:
             code = self._stream.wait()
         except ConnectionLostError as error:

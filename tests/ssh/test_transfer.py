@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isambard_serve import farstream, host, transfer
+from isambard_serve import host, transfer
 from isambard_serve.collect import Copied
 from isambard_serve.errors import ConnectionLostError
 from isambard_serve.farstream import FarSide, Want
@@ -102,7 +102,6 @@ def test_connections_cut_at_random_cost_what_was_under_way_and_no_more(
     dice = random.Random(trial)  # noqa: S311 - no secret
     monkeypatch.setattr(transfer, "TRIAL_S", 0.0)  # further streams at once
     monkeypatch.setattr(transfer, "MAX_STREAMS", STREAMS)
-    monkeypatch.setattr(farstream, "QUEUED", 2)
     asked: list[Want] = []
     ask = FarSide.ask
 
