@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import msgspec
@@ -11,9 +10,9 @@ from isambard_serve import bench, enginelog, plan, scout, search
 from isambard_serve.errors import ServeError
 from isambard_serve.evidence import Observer
 from isambard_serve.points import Loop
-from isambard_serve.records import Record, Sample
-from isambard_serve.run import RunDir, append_line, point_name, read_lines, read_record, write_whole
-from isambard_serve.search import Measure, Saturation, Scout, Space, Step, Stop
+from isambard_serve.records import Sample
+from isambard_serve.run import RunDir, append_line, point_name, read_lines, write_whole
+from isambard_serve.search import Found, Measure, Scout, Space, Step, Stop
 
 TICK_S = 0.5
 SCOUT_S = 600.0
@@ -21,31 +20,6 @@ SCOUT_S = 600.0
 
 ATTEMPTS = 3
 """How often a scout is tried of which the engine ran nothing, or while which it compiled kernels."""
-
-
-class Found(Record, frozen=True):
-    """``sweep.json``: what the search found. ``gpu_s``: GPU-seconds that it took, those of a lost run left out.
-
-    ``engine_kv_cache_tokens`` is what the engine's log says of its KV cache (the smallest of its ranks; None: nothing
-    that is known). It is kept for the record; the search does not believe it.
-    """
-
-    knee: int | None
-    saturation: Saturation | None
-    reason: str
-    scouts: int
-    points: int
-    gpu_s: float
-    engine_kv_cache_tokens: int | None = None
-    schema: str = "isambard-serve/sweep/1"
-
-    @property
-    def text(self) -> str:
-        """The knee and why it lies there, in words."""
-        if self.knee is None:
-            return f"no knee: {self.reason}"
-        why = f", {search.WORDS[self.saturation]}" if self.saturation else ""
-        return f"knee at concurrency {self.knee}{why}" + (f" ({self.reason})" if "budget" in self.reason else "")
 
 
 def find(loop: Loop, space: Space) -> Found:
@@ -74,13 +48,6 @@ def find(loop: Loop, space: Space) -> Found:
     loop.claim.check()
     write_whole(run.knee, msgspec.json.format(msgspec.json.encode(found), indent=2))
     return found
-
-
-def found(run: RunDir) -> Found | None:
-    """What a search that has ended found; None if there was none, or it goes on."""
-    with contextlib.suppress(FileNotFoundError, ServeError):
-        return read_record(run.knee, Found)
-    return None
 
 
 def kept(run: RunDir) -> list[Step]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from isambard_serve.knee import Found
 from isambard_serve.records import Repeats, Row, RunVerdict
-from isambard_serve.search import FULL, NEAR, Saturation
+from isambard_serve.search import FULL, NEAR, Found, Saturation
 
 BOUND: dict[Saturation | None, str] = {
     "kv": "KV-bound at c{}",

@@ -18,7 +18,7 @@ from isambard_serve.plan import Plan
 from isambard_serve.points import EngineGoneError, Loop
 from isambard_serve.records import ClientFacts, Sample
 from isambard_serve.run import RunDir, append_line, write_whole
-from isambard_serve.search import Step
+from isambard_serve.search import Found, Step
 from tests.unit.helpers import good_bench, small_plan, written_run
 
 HOLDS = 20
@@ -134,7 +134,7 @@ def engine(run: RunDir) -> Engine:
     return Engine(run)
 
 
-def found(run: RunDir, plan: Plan, engine: Engine) -> knee.Found:
+def found(run: RunDir, plan: Plan, engine: Engine) -> Found:
     """What somebody who claims the points now finds."""
     assert plan.search is not None
     claim = Claim.take(run, "sweep", "102", over=newest(run))
@@ -147,7 +147,7 @@ def test_the_knee_is_found_and_all_that_led_there_is_kept(run: RunDir, plan: Pla
     assert result.saturation in ("kv", "preemptions", "waiting")
     assert result.knee in (HOLDS - 1, HOLDS)
     assert result.text.startswith(f"knee at concurrency {result.knee}, where ")
-    assert msgspec.json.decode(run.knee.read_bytes(), type=knee.Found) == result
+    assert msgspec.json.decode(run.knee.read_bytes(), type=Found) == result
     steps = knee.kept(run)
     assert [step.kind for step in steps].count("scout") == result.scouts >= 2
     assert [row.concurrency for row in run.read_rows()] == [step.concurrency for step in steps if step.kind == "point"]
@@ -214,7 +214,7 @@ def test_who_is_superseded_leaves_before_the_next_step(run: RunDir, plan: Plan, 
 
 
 def test_a_search_without_a_knee_says_why() -> None:
-    nothing = knee.Found(knee=None, saturation=None, reason="no point was valid", scouts=2, points=1, gpu_s=1.0)
+    nothing = Found(knee=None, saturation=None, reason="no point was valid", scouts=2, points=1, gpu_s=1.0)
     assert nothing.text == "no knee: no point was valid"
     spent = msgspec.structs.replace(nothing, knee=5, reason="the budget is spent")
     assert spent.text == "knee at concurrency 5 (the budget is spent)"

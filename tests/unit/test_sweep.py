@@ -23,6 +23,7 @@ from isambard_serve.plan import Plan
 from isambard_serve.points import EngineGoneError
 from isambard_serve.records import Event, Writer
 from isambard_serve.run import RunDir, read_record, write_whole
+from isambard_serve.search import Found
 from isambard_serve.site import Container
 from tests.support.waiting import wait_until
 from tests.unit.fake_engine import FakeEngine
@@ -249,7 +250,7 @@ def test_what_was_asked_of_a_server_for_people_is_measured_and_leaves_it_ready(p
 
 def test_a_search_whose_time_was_over_before_any_point_says_so(
         run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = knee.Found(knee=None, saturation="plateau", reason="the budget is spent", scouts=4, points=0, gpu_s=163.0)
+    spent = Found(knee=None, saturation="plateau", reason="the budget is spent", scouts=4, points=0, gpu_s=163.0)
     monkeypatch.setattr(knee, "find", lambda *_: spent)
     loop: Any = SimpleNamespace(run=run, plan=SimpleNamespace(profile=None, search="some"))
     with pytest.raises(ServeError, match="no point was measured: after 4 scouts the budget is spent") as raised:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from isambard_serve import verdict
-from isambard_serve.knee import Found
 from isambard_serve.records import Repeats, Row
-from isambard_serve.search import WORDS, Saturation
+from isambard_serve.search import WORDS, Found, Saturation
 from tests.unit.helpers import some_row
 
 
