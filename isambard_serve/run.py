@@ -13,15 +13,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from isambard_serve.errors import ServeError, UsageError
 from isambard_serve.records import HOLDERS, EngineFacts, Event, Jobs, Row, Writer
-
-if TYPE_CHECKING:
-    from isambard_serve.search import Found
 
 T = TypeVar("T")
 
@@ -307,14 +304,6 @@ class RunDir:
                 if path.parent.name == point_name(row.concurrency, row.repeat):
                     rows.append(row)
         return sorted(rows, key=lambda row: (row.concurrency, row.repeat))
-
-    def read_found(self) -> Found | None:
-        """What a search that has ended found; None if there was none, or it goes on."""
-        from isambard_serve.search import Found
-
-        with contextlib.suppress(FileNotFoundError, ServeError):
-            return read_record(self.knee, Found)
-        return None
 
     def read_facts(self) -> list[EngineFacts]:
         """What the engine's processes have said of themselves so far, by rank; a damaged file hides no other."""

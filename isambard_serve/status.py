@@ -79,7 +79,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         binding=_binding(run),
         url=endpoint.url if endpoint else None,
         key_file=endpoint.key_file if endpoint else None,
-        verdict=verdict.of(rows, run.read_found(), _compared_with(run, plan)),
+        verdict=verdict.of(rows, verdict.found(run), _compared_with(run, plan)),
     )
 
 

@@ -62,7 +62,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     alike = [each == loads[0] for each in loads]
     compared = table.compared(groups, alike)
     bases = [None, *(groups[0] if same else None for same in alike[1:])]
-    found = [msgspec.structs.replace(run, verdict=verdict.of(own, folder.read_found(), base))
+    found = [msgspec.structs.replace(run, verdict=verdict.of(own, verdict.found(folder), base))
              for run, own, folder, base in zip(found, groups, folders, bases, strict=True)]
     for folder, same in zip(folders, alike, strict=True):
         if not same:
