@@ -424,14 +424,18 @@ module load brics/userenv
 @pytest.fixture
 def noisy(world: World) -> Iterator[None]:
     """A login node that greets, warns, reads, says goodbye, and has no `module` in shells that are not interactive."""
-    (world.home / ".bash_profile").write_text(NOISE)
-    (world.home / ".bashrc").write_text("echo bashrc\n")
-    (world.home / ".bash_logout").write_text("echo bye; exit 9\n")
+    noise = {".bash_profile": NOISE, ".bashrc": "echo bashrc\n", ".bash_logout": "echo bye; exit 9\n"}
+    paths = [world.home / name for name in noise]
+    before = {path: path.read_text() for path in paths if path.exists()}
+    for path in paths:
+        path.write_text(noise[path.name])
     world.restart("login", f"Banner {world.folder}/banner")
     (world.folder / "banner").write_text("*** authorised use only ***\n")
     yield
-    for name in (".bash_profile", ".bashrc", ".bash_logout"):
-        (world.home / name).unlink()
+    for path in paths:
+        path.unlink()
+    for path, text in before.items():
+        path.write_text(text)
     world.restart("login")
 
 
