@@ -9,10 +9,11 @@ import msgspec
 from isambard_serve import bench, enginelog, plan, scout, search
 from isambard_serve.errors import ServeError
 from isambard_serve.evidence import Observer
+from isambard_serve.outcome import Found
 from isambard_serve.points import Loop
 from isambard_serve.records import Sample
 from isambard_serve.run import RunDir, append_line, point_name, read_lines, write_whole
-from isambard_serve.search import Found, Measure, Scout, Space, Step, Stop
+from isambard_serve.search import Measure, Scout, Space, Step, Stop
 
 TICK_S = 0.5
 SCOUT_S = 600.0

@@ -15,7 +15,7 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from isambard_serve import controller, hubcache, ladder, process, recipe, render, verdict
+from isambard_serve import controller, hubcache, ladder, outcome, process, recipe, render
 from isambard_serve.container import Need
 from isambard_serve.errors import HostError, NoProgramError, UsageError
 from isambard_serve.local import Local
@@ -151,7 +151,7 @@ def check_resumable(before: RunDir, plan: Plan) -> None:
 def left(before: RunDir, plan: Plan) -> int:
     """How many points of ``plan`` the run ``before`` leaves to be measured; at least one where a search has no knee."""
     if plan.search:
-        found = verdict.found(before)
+        found = outcome.read(before)
         return 1 if found is None or found.knee is None else 0
     return len(plan.points) - len(_valid_points(before, plan))
 

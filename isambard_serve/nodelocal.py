@@ -69,8 +69,8 @@ def _podmans(word: str) -> list[psutil.Process]:
     found = []
     for each in psutil.process_iter(["cmdline", "uids"]):
         command = each.info["cmdline"] or []
-        programs = [Path(argument).name for argument in command[:2]]  # podman-hpc is a script: its interpreter is first
-        if word in command and {"podman", "podman-hpc"} & {*programs} and each.info["uids"].real == os.getuid():
+        programs = {Path(argument).name for argument in command[:2]}  # podman-hpc is a script: its interpreter is first
+        if word in command and programs & {"podman", "podman-hpc"} and each.info["uids"].real == os.getuid():
             found.append(each)
     return found
 

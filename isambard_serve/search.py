@@ -116,31 +116,6 @@ class Stop(Record, frozen=True):
     reason: str
 
 
-class Found(Record, frozen=True):
-    """``sweep.json``: what the search found. ``gpu_s``: GPU-seconds that it took, those of a lost run left out.
-
-    ``engine_kv_cache_tokens`` is what the engine's log says of its KV cache (the smallest of its ranks; None: nothing
-    that is known). It is kept for the record; the search does not believe it.
-    """
-
-    knee: int | None
-    saturation: Saturation | None
-    reason: str
-    scouts: int
-    points: int
-    gpu_s: float
-    engine_kv_cache_tokens: int | None = None
-    schema: str = "isambard-serve/sweep/1"
-
-    @property
-    def text(self) -> str:
-        """The knee and why it lies there, in words."""
-        if self.knee is None:
-            return f"no knee: {self.reason}"
-        why = f", {WORDS[self.saturation]}" if self.saturation else ""
-        return f"knee at concurrency {self.knee}{why}" + (f" ({self.reason})" if "budget" in self.reason else "")
-
-
 def space(recipe: Recipe, most_s: int) -> Space | None:
     """What is searched for the knee, in ``most_s`` seconds at the most; None if the recipe lists its points."""
     bench, args = recipe.bench, recipe.engine.args

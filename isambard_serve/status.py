@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from isambard_serve import asked, state, verdict
+from isambard_serve import asked, outcome, state, verdict
 from isambard_serve import slurm as slurm_module
 from isambard_serve.audit import Audit
 from isambard_serve.errors import ServeError
@@ -79,7 +79,7 @@ def read(run: RunDir, slurm: Slurm | None = None) -> Run:
         binding=_binding(run),
         url=endpoint.url if endpoint else None,
         key_file=endpoint.key_file if endpoint else None,
-        verdict=verdict.of(rows, verdict.found(run), _compared_with(run, plan)),
+        verdict=verdict.of(rows, outcome.read(run), _compared_with(run, plan)),
     )
 
 

@@ -1,17 +1,15 @@
 """What a run came to, in words: how fast it was, beside what it is compared with, and what it was short of.
 
-A pure function of the kept rows, and of what a search :func:`found` where there was one.
+A pure function of the kept rows, and of what a search found where there was one.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 
-from isambard_serve.errors import ServeError
+from isambard_serve.outcome import Found
 from isambard_serve.records import Repeats, Row, RunVerdict
-from isambard_serve.run import RunDir, read_record
-from isambard_serve.search import FULL, NEAR, Found, Saturation
+from isambard_serve.search import FULL, NEAR, Saturation
 
 BOUND: dict[Saturation | None, str] = {
     "kv": "KV-bound at c{}",
@@ -22,13 +20,6 @@ BOUND: dict[Saturation | None, str] = {
     None: "best at c{}",
 }
 """What the engine was short of at the concurrency that is put in; None: nothing was seen."""
-
-
-def found(run: RunDir) -> Found | None:
-    """What a search that has ended found in ``run``; None if there was none, or it goes on."""
-    with contextlib.suppress(FileNotFoundError, ServeError):
-        return read_record(run.knee, Found)
-    return None
 
 
 def repeats(rows: Iterable[Row]) -> list[Repeats]:

@@ -43,7 +43,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     """
     import msgspec
 
-    from isambard_serve import table, verdict
+    from isambard_serve import outcome, table, verdict
     from isambard_serve.errors import ServeError
     from isambard_serve.run import RunDir, load_of, write_whole
 
@@ -62,7 +62,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     alike = [each == loads[0] for each in loads]
     compared = table.compared(groups, alike)
     bases = [None, *(groups[0] if same else None for same in alike[1:])]
-    found = [msgspec.structs.replace(run, verdict=verdict.of(own, verdict.found(folder), base))
+    found = [msgspec.structs.replace(run, verdict=verdict.of(own, outcome.read(folder), base))
              for run, own, folder, base in zip(found, groups, folders, bases, strict=True)]
     for folder, same in zip(folders, alike, strict=True):
         if not same:

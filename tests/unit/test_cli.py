@@ -24,10 +24,10 @@ from isambard_serve import run as runs
 from isambard_serve.cli import main, options
 from isambard_serve.errors import HostError, NoProgramError
 from isambard_serve.health import BadNode
+from isambard_serve.outcome import Found
 from isambard_serve.process import Completed
 from isambard_serve.records import Row, Writer
 from isambard_serve.run import RunDir, write_whole
-from isambard_serve.search import Found
 from isambard_serve.slurm import Slurm
 from tests.unit.helpers import HERE, PRETEND, SMALL, FakeSlurm, keep_row, ready, said, some_row
 

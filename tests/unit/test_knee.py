@@ -14,11 +14,12 @@ from isambard_serve import knee, points, scout
 from isambard_serve.claim import Claim, SupersededError, newest
 from isambard_serve.client import Client
 from isambard_serve.errors import ServeError
+from isambard_serve.outcome import Found
 from isambard_serve.plan import Plan
 from isambard_serve.points import EngineGoneError, Loop
 from isambard_serve.records import ClientFacts, Sample
 from isambard_serve.run import RunDir, append_line, write_whole
-from isambard_serve.search import Found, Step
+from isambard_serve.search import Step
 from tests.unit.helpers import good_bench, small_plan, written_run
 
 HOLDS = 20

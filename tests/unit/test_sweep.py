@@ -19,11 +19,11 @@ from isambard_serve import asked, knee, points, sweep
 from isambard_serve.claim import Claim, newest
 from isambard_serve.engine import EngineClient
 from isambard_serve.errors import NotReadyError, ServeError
+from isambard_serve.outcome import Found
 from isambard_serve.plan import Plan
 from isambard_serve.points import EngineGoneError
 from isambard_serve.records import Event, Writer
 from isambard_serve.run import RunDir, read_record, write_whole
-from isambard_serve.search import Found
 from isambard_serve.site import Container
 from tests.support.waiting import wait_until
 from tests.unit.fake_engine import FakeEngine

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from isambard_serve import verdict
+from isambard_serve.outcome import Found
 from isambard_serve.records import Repeats, Row
-from isambard_serve.search import WORDS, Found, Saturation
+from isambard_serve.search import WORDS, Saturation
 from tests.unit.helpers import some_row
 
 
