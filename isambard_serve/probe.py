@@ -41,6 +41,10 @@ SHORT_S = 0.4
 """How long copies over a link are measured: they heat nothing, and keep their rate."""
 
 _CHUNK_S = 0.05
+_QUEUED = 3
+"""So many chunks are at a GPU, one under way and two behind it: it never runs dry."""
+_FEWEST = 4
+_LOOK_S = 0.002
 _REST_S = 1.0
 
 _UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")
@@ -87,22 +91,24 @@ class Course:
 
 
 def sustain(torch: Any, loads: Sequence[Load], seconds: float, rest_s: float = 0.0) -> list[Course]:
-    """Keeps all ``loads`` going at once for ``seconds``, after a rest."""
+    """Keeps all ``loads`` going at once for ``seconds``, after a rest; no GPU waits for another."""
     courses = [Course(load, _chunk(torch, load)) for load in loads]
     time.sleep(rest_s)
     for course in courses:
         _mark(torch, course)
     end = time.monotonic() + seconds
-    while time.monotonic() < end or len(courses[0].events) < 4:
+    while time.monotonic() < end or any(len(course.events) < _FEWEST for course in courses):
         for course in courses:
-            with torch.cuda.device(course.load.gpu):
-                for _ in range(course.count):
-                    course.load.start()
-            _mark(torch, course)
-        for course in courses:
-            _see(course, behind=2)  # two chunks wait at each GPU: none runs dry, and the clock above means something
+            _see(course)
+            if len(course.events) - len(course.seen) < _QUEUED:
+                with torch.cuda.device(course.load.gpu):
+                    for _ in range(course.count):
+                        course.load.start()
+                _mark(torch, course)
+        time.sleep(_LOOK_S)
     for course in courses:
-        _see(course, behind=0)
+        course.events[-1].synchronize()
+        _see(course)
     return courses
 
 
@@ -113,9 +119,8 @@ def _mark(torch: Any, course: Course) -> None:
     course.events.append(event)
 
 
-def _see(course: Course, behind: int) -> None:
-    while len(course.seen) < len(course.events) - behind:
-        course.events[len(course.seen)].synchronize()
+def _see(course: Course) -> None:
+    while len(course.seen) < len(course.events) and course.events[len(course.seen)].query():
         course.seen.append(time.monotonic())
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,74 +19,104 @@ from isambard_serve.probe import Load, Probe, sustain
 
 
 @dataclass
-class Chip:
-    """A pretended GPU: it needs ``unit_s`` for each unit of work, and twice that once it is hot."""
+class Host:
+    """The clock of a pretended machine. Only waiting takes time on it."""
 
-    unit_s: float = 0.01
-    hot_after_s: float = float("inf")
     now: float = 0.0
 
-    def work(self) -> None:
-        """One unit, at once."""
-        self.now += self.unit_s * (2 if self.now > self.hot_after_s else 1)
+    def monotonic(self) -> float:
+        """It."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Lets so much time go by."""
+        self.now += seconds
 
 
 @dataclass
+class Chip:
+    """A pretended GPU with a queue: it needs ``unit_s`` for a unit of work, four times that for the first ``cold``
+    units, and twice that once it is hot.
+    """
+
+    host: Host = field(default_factory=Host)
+    unit_s: float = 0.01
+    cold: int = 0
+    hot_after_s: float = float("inf")
+    done_at: float = 0.0
+
+    def work(self) -> None:
+        """Enqueues one unit."""
+        begins = max(self.done_at, self.host.now)
+        slower = 4 if self.cold > 0 else 2 if begins > self.hot_after_s else 1
+        self.cold -= 1
+        self.done_at = begins + self.unit_s * slower
+
+
 class Torch:
-    """As much of PyTorch as the clockwork uses."""
+    """As much of PyTorch as the clockwork uses, with ``chips`` for GPUs."""
 
-    chip: Chip
-    cuda: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        chip = self.chip
+    def __init__(self, *chips: Chip) -> None:
+        host, current = chips[0].host, [0]
 
         class Event:
             def __init__(self, enable_timing: bool) -> None:
                 self.at = 0.0
 
             def record(self) -> None:
-                self.at = chip.now
+                self.at = max(chips[current[0]].done_at, host.now)
+
+            def query(self) -> bool:
+                return host.now >= self.at
 
             def synchronize(self) -> None:
-                pass
+                host.now = max(host.now, self.at)
 
             def elapsed_time(self, other: Event) -> float:
                 return 1000 * (other.at - self.at)
 
-        class Device:
-            def __init__(self, index: int) -> None:
-                pass
+        @contextlib.contextmanager
+        def device(index: int) -> Iterator[None]:
+            before, current[0] = current[0], index
+            yield
+            current[0] = before
 
-            def __enter__(self) -> None:
-                pass
+        def synchronize() -> None:
+            host.now = max(host.now, chips[current[0]].done_at)
 
-            def __exit__(self, *error: object) -> None:
-                pass
-
-        self.cuda = SimpleNamespace(Event=Event, device=Device, synchronize=lambda: None, empty_cache=lambda: None)
+        self.cuda = SimpleNamespace(Event=Event, device=device, synchronize=synchronize, empty_cache=lambda: None)
 
 
 @pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
-    """A pretended GPU whose time is everybody's."""
-    made = Chip()
-    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A pretended machine whose time is everybody's."""
+    made = Host()
+    monkeypatch.setattr(probe, "time", made)
     return made
 
 
-def test_a_rate_is_units_over_the_chips_own_time_in_chunks_that_cost_no_time_to_launch(chip: Chip) -> None:
+def test_a_rate_is_units_over_the_chips_own_time_in_chunks_that_cost_no_time_to_launch(host: Host) -> None:
+    chip = Chip(host)
     (course,) = sustain(Torch(chip), [Load(0, chip.work, units=5.0)], seconds=1.0)
     assert course.sustained == pytest.approx(500.0)
     assert course.count * chip.unit_s == pytest.approx(0.05)
-    assert len(course.seen) == len(course.events) == 21
+    assert len(course.seen) == len(course.events) >= 21
 
 
-def test_a_chip_that_slows_down_has_a_burst_and_a_lower_rate_that_it_keeps(chip: Chip) -> None:
-    chip.hot_after_s = 0.5
+def test_a_chip_that_slows_down_has_a_burst_and_a_lower_rate_that_it_keeps(host: Host) -> None:
+    chip = Chip(host, hot_after_s=0.5)
     (course,) = sustain(Torch(chip), [Load(0, chip.work, units=5.0)], seconds=2.0)
     assert course.burst == pytest.approx(500.0)
     assert course.sustained == pytest.approx(250.0)
+
+
+def test_chips_that_are_measured_at_once_do_not_wait_for_each_other(host: Host) -> None:
+    # The first try of each is what its chunks are made after: a slow one makes them small.
+    chips = Chip(host), Chip(host, cold=6), Chip(host, unit_s=0.02)
+    loads = [Load(index, chip.work, units=5.0) for index, chip in enumerate(chips)]
+    courses = sustain(Torch(*chips), loads, seconds=4.0)
+    assert [course.count for course in courses] == [5, 1, 2]
+    assert [course.sustained for course in courses] == pytest.approx([500.0, 500.0, 250.0])
 
 
 def test_what_fails_is_noted_and_what_is_left_is_measured() -> None:
