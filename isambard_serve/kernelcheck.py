@@ -37,7 +37,10 @@ GROUP = 128
 BATCHES = (64, 256, 1024, 2048, 4096, 8192)
 """Tokens of a step over all ranks."""
 
-TIMED_S = 0.3
+TIMED_S = 0.02
+REST_S = 0.3
+"""How long a kernel is timed, after how long a rest. A chip that is kept busy longer than this comes to its power cap,
+and then to other clocks than the next chip's."""
 _REPEATS = 20
 
 
@@ -184,6 +187,7 @@ def timed_us(torch: Any, launch: Callable[[], object]) -> float:
     """Microseconds of one ``launch`` on the GPU, launched from a graph as an engine's steps are.
 
     Replays are queued one behind the other: where the host waits for each, the gap before the next is measured too.
+    They begin after a rest, at the clocks that the chip has then.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -191,6 +195,7 @@ def timed_us(torch: Any, launch: Callable[[], object]) -> float:
             launch()
     _replayed_ms(torch, graph, 1)
     replays = math.ceil(TIMED_S * 1000 / _replayed_ms(torch, graph, 1))
+    time.sleep(REST_S)
     return _replayed_ms(torch, graph, replays) * 1000 / (replays * _REPEATS)
 
 

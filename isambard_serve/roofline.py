@@ -26,9 +26,10 @@ EFFICIENCY = 0.2673
 """Floors over real time. Fitted to one published figure, 5,856 output tok/s of tp4 at concurrency 2048, and nothing
 else; docs/roofline.md says what it then predicts of the other rungs, and where that is wrong."""
 
-HUMMING_OVER_MARLIN = ((64, 1.55), (256, 1.74), (1024, 1.95), (2048, 2.08), (4096, 3.08), (8192, 2.75))
+HUMMING_OVER_MARLIN = ((64, 1.51), (256, 1.72), (1024, 1.9), (2048, 2.03), (4096, 3.09), (8192, 2.86))
 """How much sooner Humming's W4A8 kernels (0.1.20, activation scales in groups of 128) are done than vLLM's Marlin, by
-tokens of the step over all ranks: both timed on an H200 at the shapes of DeepSeek-V4-Flash, 64 experts a rank."""
+tokens of the step over all ranks: both timed on an H200 at the shapes of DeepSeek-V4-Flash, 64 experts a rank, by
+``kernelcheck`` (docs/samples/h200-kernels-humming-0.1.20.json)."""
 
 _FP32 = 4.0
 

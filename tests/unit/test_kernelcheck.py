@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from isambard_serve import kernelcheck
+from isambard_serve import kernelcheck, roofline
 from isambard_serve.kernelcheck import BatchResult, GemmResult, KernelCheck, Result
 from tests.unit.helpers import HERE
 
@@ -61,14 +61,18 @@ def test_what_was_measured_on_an_h200_is_read_back_with_its_verdict(version: str
     assert ("FAILED" in kernelcheck.text(record)) is not passed
 
 
-def test_marlin_passed_on_an_h200_and_is_slower_than_the_kernels_beside_it() -> None:
-    record = msgspec.json.decode((SAMPLES / "h200-kernels-marlin-0.26.0.json").read_bytes(), type=KernelCheck)
-    assert kernelcheck.covers(record, "marlin", None)
-    assert not kernelcheck.covers(record, "humming", None)
-    assert all(batch.error == pytest.approx(1.66e-3, rel=0.01) for batch in record.result.batches)
-    (humming,) = record.beside
-    assert all(marlin.us and beside.us and marlin.us > 1.4 * beside.us
-               for marlin, beside in zip(record.result.batches, humming.batches, strict=True))
+def test_marlin_passed_on_an_h200_and_is_as_much_slower_than_humming_as_a_plan_expects() -> None:
+    record = msgspec.json.decode((SAMPLES / "h200-kernels-humming-0.1.20.json").read_bytes(), type=KernelCheck)
+    _, marlin = record.beside
+    assert (marlin.backend, marlin.version) == ("marlin", "0.26.0")
+    asked_for = msgspec.structs.replace(record, result=marlin)
+    assert kernelcheck.covers(asked_for, "marlin", None)
+    assert not kernelcheck.covers(asked_for, "humming", None)
+    assert all(batch.error == pytest.approx(1.66e-3, rel=0.01) for batch in marlin.batches)
+    for slower, humming in zip(marlin.batches, record.result.batches, strict=True):
+        assert slower.us
+        assert humming.us
+        assert slower.us / humming.us == pytest.approx(roofline.humming_over_marlin(humming.batch), rel=0.05)
 
 
 def test_a_batch_with_an_unwritten_row_or_an_untimed_product_has_no_figure() -> None:

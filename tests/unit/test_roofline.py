@@ -128,12 +128,12 @@ def test_humming_takes_marlins_time_over_what_was_measured_between_them() -> Non
     step = Step(decoding=2048, context=1536)
     marlin = expected(flash(), DP4, GH200, step)
     humming = expected(flash(), replace(DP4, moe_backend="humming"), GH200, step)
-    assert marlin[MOE] / humming[MOE] == pytest.approx(2.08)
+    assert marlin[MOE] / humming[MOE] == pytest.approx(2.03)
     assert {name: value for name, value in marlin.items() if name != MOE} == {
         name: value for name, value in humming.items() if name != MOE}
 
 
-@pytest.mark.parametrize(("tokens", "ratio"), [(1, 1.55), (64, 1.55), (128, 1.645), (4096, 3.08), (1_000_000, 2.75)])
+@pytest.mark.parametrize(("tokens", "ratio"), [(1, 1.51), (64, 1.51), (128, 1.615), (4096, 3.09), (1_000_000, 2.86)])
 def test_between_measured_batches_the_ratio_is_drawn_straight_and_beyond_them_kept(tokens: float, ratio: float) -> None:
     assert roofline.humming_over_marlin(tokens) == pytest.approx(ratio, rel=1e-3)
 
