@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class RemoteError(ServeError):
         self.exit_code = exit_code
 
 
+@functools.cache
 def version() -> str:
     """The version that a login node must have: this very one."""
     return wheel.identity(wheel.files())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from isambard_serve.cli import elsewhere, options
+from isambard_serve.errors import ServeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,12 +44,6 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
     medians.csv what repeats come to. Several runs are shown in one table, compared with the first, each with its
     verdict in words.
     """
-    import msgspec
-
-    from isambard_serve import outcome, table, verdict
-    from isambard_serve.errors import ServeError
-    from isambard_serve.run import RunDir, load_of, write_whole
-
     def bring(source: Source) -> list[Run]:
         return [_brought(source, run, Path(output) / run.run_id, follow)
                 for run in source.find(names, whole_ladder=whole_ladder)]
@@ -57,6 +54,11 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
 
         deployment.deploy(alias, say=options.say)
     found = _over_ssh(alias, named, exclude, bring) if alias is not None else _here(site_name, exclude, bring)
+    import msgspec
+
+    from isambard_serve import outcome, table, verdict
+    from isambard_serve.run import RunDir, load_of, write_whole
+
     folders = [RunDir(Path(output) / run.run_id) for run in found]
     groups, loads = [folder.read_rows() for folder in folders], [load_of(folder) for folder in folders]
     alike = [each == loads[0] for each in loads]
@@ -92,15 +94,25 @@ def _over_ssh(alias: str, site_name: str | None, exclude: tuple[str, ...], bring
               ) -> list[Run]:
     from isambard_serve import host
     from isambard_serve.cli import progress
-    from isambard_serve.sources import OverSsh
 
+    threading.Thread(target=_get_ready, daemon=True).start()
     fetches: dict[str, Fetch] = {}
     with progress.bar() as bar:
         def work(there: Host) -> list[Run]:
+            from isambard_serve.sources import OverSsh
+
             with OverSsh(there, fetches, site=site_name, exclude=exclude, progress=bar) as source:
                 return bring(source)
 
         return host.persistently(alias, work, bulk=True)
+
+
+def _get_ready() -> None:
+    """Loads what comes after the connection, which is made meanwhile. An error will be met again where it matters."""
+    with contextlib.suppress(ServeError, OSError):
+        from isambard_serve import outcome, remote, sources, table, verdict  # noqa: F401
+
+        remote.version()
 
 
 def _brought(source: Source, run: Run, here: Path, follow: bool) -> Run:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import paramiko
 
 CONNECT_S = 90.0
+_LOOK_S = 0.005
 LOST = 255
 """What ``ssh`` exits with when its connection fails. A program that itself ends so cannot be told apart from it."""
 
@@ -110,7 +111,7 @@ class OpensshHost:
                 said = self._master.stderr.read().decode(errors="replace").strip()
                 raise HostError(f"ssh cannot log in: {said or 'no answer'}", where=self.name,
                                 remedy=f"see what `ssh {self.name}` says")
-            time.sleep(0.02)
+            time.sleep(_LOOK_S)
 
     def _end_master(self) -> None:
         process.stop(self._master, 2.0)
