@@ -62,6 +62,8 @@ UNTRIED = 16
 """How many blocks are sent as they are, once compression did not pay, before it is tried again."""
 SLOW_S = 1e-7
 """What a link is taken for at first, in seconds a byte: its buffers swallow the first blocks at once."""
+FAST_S = 4e-9
+"""At this and less, the pipe to sshd is what holds it up."""
 
 
 def wanted(path: str, exclude: Iterable[str] = ()) -> bool:
@@ -123,11 +125,13 @@ class Outlet:
 
     Args:
         lost: called by that thread when nobody reads any more.
+        fast: called by it once, when the link turns out to be a fast one.
     """
 
-    def __init__(self, sink: BinaryIO, lost: Callable[[], None]) -> None:
+    def __init__(self, sink: BinaryIO, lost: Callable[[], None], fast: Callable[[], None] = lambda: None) -> None:
         self._sink = sink
         self._lost = lost
+        self._fast: Optional[Callable[[], None]] = fast
         self._squeeze = Squeeze()
         self._free: queue.Queue[memoryview] = queue.Queue()
         self._full: queue.Queue[Optional[Tuple[memoryview, int]]] = queue.Queue()
@@ -182,6 +186,9 @@ class Outlet:
                 self._sink.write(packed)
                 self._sink.flush()
                 self._squeeze.note_link(len(packed), time.perf_counter() - began)
+                if self._fast and self._squeeze.link_s < FAST_S:
+                    self._fast()
+                    self._fast = None
                 self._free.put(block)
         except OSError:
             self._lost()
@@ -198,11 +205,14 @@ class Squeeze:
     The link's time a byte is what writing one takes. A link that is faster than the compressor gets blocks as they
     are, and content that does not shrink is only probed now and then. The compressor's time is the processor's: by the
     wall's clock, one turn of somebody else's in the middle of a probe would look as if compression did not pay.
+
+    Attributes:
+        link_s: the link's time a byte, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = thread_s) -> None:
         self._clock = clock
-        self._link_s = SLOW_S
+        self.link_s = SLOW_S
         self._untried = 0
 
     def __call__(self, block: memoryview) -> "Union[bytes, memoryview]":
@@ -214,14 +224,14 @@ class Squeeze:
         for part in (block[:PROBE], block) if len(block) > PROBE else (block,):
             began = self._clock()
             packed = zlib.compress(part, LEVEL)
-            if self._clock() - began > (len(part) - len(packed)) * self._link_s:
+            if self._clock() - began > (len(part) - len(packed)) * self.link_s:
                 self._untried = UNTRIED
                 return block
         return packed
 
     def note_link(self, count: int, took_s: float) -> None:
         """Takes in that writing ``count`` bytes took ``took_s`` seconds."""
-        self._link_s += 0.2 * min(1.0, count / PROBE) * (took_s / count - self._link_s)
+        self.link_s += 0.2 * min(1.0, count / PROBE) * (took_s / count - self.link_s)
 
 
 class Folder:
@@ -328,15 +338,17 @@ def answer(out: Outlet, question: Dict[str, Any]) -> None:
 
 
 def widen(descriptor: int) -> None:
-    """Lets a pipe hold a whole block: sshd then reads it in few large gulps, while the next one is made."""
+    """Lets a pipe hold a whole block: sshd then reads it in few large gulps, while the next one is made.
+
+    Where the link is slow, what a wide pipe swallows at once would make it look fast, and compression not pay.
+    """
     with contextlib.suppress(OSError):  # it is no pipe, or its user has no more wide ones
         fcntl.fcntl(descriptor, F_SETPIPE_SZ, BLOCK)
 
 
 def main() -> int:
     """Answers questions until there are no more; returns the exit code."""
-    widen(sys.stdout.fileno())
-    out = Outlet(sys.stdout.buffer, lost=lambda: os._exit(1))
+    out = Outlet(sys.stdout.buffer, lost=lambda: os._exit(1), fast=lambda: widen(1))
     try:
         for line in sys.stdin.buffer:
             answer(out, json.loads(line.decode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -381,6 +383,38 @@ def test_a_link_that_turns_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     link.carry(LOG, 100)
     link._link_s = 5e-8
     assert link.carry(LOG, 100)[50:] == [min(link.carry(LOG, 1))] * 50
+
+
+@pytest.mark.parametrize(("link_s", "times"), [(1e-9, 1), (5e-8, 0)])
+def test_a_fast_link_is_told_of_once_and_a_slow_one_never(
+        monkeypatch: pytest.MonkeyPatch, link_s: float, times: int) -> None:
+    class Sink(io.BytesIO):
+        def write(self, data: Any) -> int:
+            now[0] += len(data) * link_s
+            return super().write(data)
+
+    now = [0.0]
+    monkeypatch.setattr(farside, "time", SimpleNamespace(perf_counter=lambda: now[0], clock_gettime=lambda _: 0.0,
+                                                         CLOCK_THREAD_CPUTIME_ID=0))
+    told = []
+    out = Outlet(Sink(), lost=lambda: None, fast=lambda: told.append(now[0]))
+    for _ in range(100):
+        out.put(NOISE)
+        out.flush()
+    out.close()
+    assert len(told) == times
+
+
+def test_a_pipe_is_made_as_wide_as_a_block_and_anything_else_is_left_alone(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    try:
+        farside.widen(writer)
+        assert fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ) == farside.BLOCK
+    finally:
+        os.close(reader)
+        os.close(writer)
+    with open(tmp_path / "file", "w") as file:
+        farside.widen(file.fileno())
 
 
 # The program.
