@@ -125,7 +125,7 @@ class Outlet:
 
     Args:
         lost: called by that thread when nobody reads any more.
-        fast: called by it once, when the link turns out to be a fast one.
+        fast: called by it once, when the link looks like a fast one.
     """
 
     def __init__(self, sink: BinaryIO, lost: Callable[[], None], fast: Callable[[], None] = lambda: None) -> None:

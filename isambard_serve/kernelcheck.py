@@ -1,7 +1,7 @@
 """Whether the experts' kernels compute what they should, and how fast: at the recipe's shapes, on this GPU.
 
-``python -m isambard_serve.kernelcheck --out kernels.json``. A wrong kernel is no slower and its text reads well at a
-glance: humming-kernels 0.1.10 leaves out the scales of groups of activations, and nothing complains. Here weights
+``python -m isambard_serve.kernelcheck --out kernels.json``. A wrong kernel may be as quick, and its text reads well at
+a glance: humming-kernels 0.1.10 leaves out the scales of groups of activations, and nothing complains. Here weights
 are random fp4 codes, activations have 128-groups whose sizes differ by 2^±6, and the reference is computed in
 float64 from the very numbers that the kernel is given. What remains is rounding to bf16, 1.7e-3; a kernel that
 drops the scales is off by 0.88 at best.
@@ -39,8 +39,8 @@ BATCHES = (64, 256, 1024, 2048, 4096, 8192)
 
 TIMED_S = 0.02
 REST_S = 0.3
-"""How long a kernel is timed, after how long a rest. A chip that is kept busy longer than this comes to its power cap,
-and then to other clocks than the next chip's."""
+"""How long a kernel is timed, or as long as one replay of the graph takes, and after how long a rest. A chip that is
+kept busy for long comes to its power cap, and then to other clocks than the next chip's."""
 _REPEATS = 20
 
 

@@ -42,7 +42,7 @@ SHORT_S = 0.4
 
 _CHUNK_S = 0.05
 _QUEUED = 3
-"""So many chunks are at a GPU, one under way and two behind it: it never runs dry."""
+"""So many events are to come at a GPU, so that one chunk is under way and two are behind it: it never runs dry."""
 _FEWEST = 4
 _LOOK_S = 0.002
 _REST_S = 1.0
@@ -94,22 +94,30 @@ def sustain(torch: Any, loads: Sequence[Load], seconds: float, rest_s: float = 0
     """Keeps all ``loads`` going at once for ``seconds``, after a rest; no GPU waits for another."""
     courses = [Course(load, _chunk(torch, load)) for load in loads]
     time.sleep(rest_s)
-    for course in courses:
-        _mark(torch, course)
     end = time.monotonic() + seconds
-    while time.monotonic() < end or any(len(course.events) < _FEWEST for course in courses):
+    while True:
         for course in courses:
             _see(course)
-            if len(course.events) - len(course.seen) < _QUEUED:
-                with torch.cuda.device(course.load.gpu):
-                    for _ in range(course.count):
-                        course.load.start()
-                _mark(torch, course)
-        time.sleep(_LOOK_S)
-    for course in courses:
-        course.events[-1].synchronize()
-        _see(course)
-    return courses
+        if time.monotonic() < end or any(len(course.events) < _FEWEST for course in courses):
+            hungry = [course for course in courses if len(course.events) - len(course.seen) < _QUEUED]
+            for course in hungry:
+                _feed(torch, course)
+        elif all(len(course.seen) == len(course.events) for course in courses):
+            return courses
+        else:
+            hungry = []
+        if not hungry:
+            time.sleep(_LOOK_S)
+
+
+def _feed(torch: Any, course: Course) -> None:
+    """Enqueues a chunk; copies that the host has to make are done when this returns."""
+    if not course.events:
+        _mark(torch, course)
+    with torch.cuda.device(course.load.gpu):
+        for _ in range(course.count):
+            course.load.start()
+    _mark(torch, course)
 
 
 def _mark(torch: Any, course: Course) -> None:

@@ -120,8 +120,8 @@ def unchecked(recipe: Recipe, site: Site) -> str | None:
             return None
     if found.shape is None:
         return f"its {found.backend} kernels cannot be checked: {found.obstacle}"
-    return (f"the {found.backend} kernels of {recipe.image} have not passed a check here, and wrong ones are no "
-            f"slower: isambard-serve image check {recipe.name}")
+    return (f"the {found.backend} kernels of {recipe.image} have not passed a check here, and wrong ones do "
+            f"not show: isambard-serve image check {recipe.name}")
 
 
 def _made_since(recipe: Recipe, site: Site, kept: Path) -> bool:

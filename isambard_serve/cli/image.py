@@ -109,7 +109,7 @@ def check(name: str, site_name: str | None, assignments: tuple[str, ...], time_l
     """Try the image that RECIPE names, in a job with one GPU: vLLM, the GPU, numactl, and what versions are in it.
 
     Where the recipe names expert kernels that can be checked, what they compute is compared with a reference in
-    float64: a wrong kernel is no slower, and its text reads well at a glance.
+    float64: a wrong kernel may be as quick, and its text reads well at a glance.
     """
     from isambard_serve import imagetask, recipe, run
 

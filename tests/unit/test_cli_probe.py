@@ -140,6 +140,6 @@ def test_submit_warns_of_kernels_that_nobody_has_checked() -> None:
     result = CliRunner().invoke(main, ["submit", "dp4-humming", "dp4", "--dry-run"])
     assert [line for line in result.stderr.splitlines() if "warning" in line] == [
         "warning: dp4-humming: the humming kernels of vllm-0.33 have not passed a check here, and wrong "
-        "ones are no slower: isambard-serve image check dp4-humming",
-        "warning: dp4: the marlin kernels of vllm-0.33 have not passed a check here, and wrong ones are no slower: "
+        "ones do not show: isambard-serve image check dp4-humming",
+        "warning: dp4: the marlin kernels of vllm-0.33 have not passed a check here, and wrong ones do not show: "
         "isambard-serve image check dp4"]

@@ -153,6 +153,9 @@ def test_the_figures_in_the_document_are_those_that_come_out() -> None:
     for name, concurrency, published in (("dp4", 2752, 12_802), ("dp4-humming", 2752, 17_900)):
         reached = setting(name).point(concurrency, 2 * concurrency).output_tok_s
         assert f"| {reached:,.0f} | −{1 - reached / published:.1%} |".replace("%", " %") in text
+    share, ratio = setting("dp4").point(2752, 2 * 2752).buckets[roofline.MOE], roofline.humming_over_marlin(2752)
+    assert f"The experts are {share:.0%} of a decode step.".replace("%", " %") in text
+    assert f"{ratio:.1f} times less, the step {1 / (1 - share + share / ratio):.2f} times." in text
     assert f"has room for {setting('dp4').kv_sequences:,}".replace("has", "finds") in text
     assert setting("tp4").sequences == 1217
 

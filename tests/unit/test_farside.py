@@ -386,7 +386,7 @@ def test_a_link_that_turns_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("link_s", "times"), [(1e-9, 1), (5e-8, 0)])
-def test_a_fast_link_is_told_of_once_and_a_slow_one_never(
+def test_a_fast_link_is_told_of_once_and_a_steadily_slow_one_never(
         monkeypatch: pytest.MonkeyPatch, link_s: float, times: int) -> None:
     class Sink(io.BytesIO):
         def write(self, data: Any) -> int:

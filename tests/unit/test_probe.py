@@ -36,13 +36,15 @@ class Host:
 @dataclass
 class Chip:
     """A pretended GPU with a queue: it needs ``unit_s`` for a unit of work, four times that for the first ``cold``
-    units, and twice that once it is hot.
+    units, and twice that once it is hot. To launch one takes the host ``launch_s``; if it ``blocks``, until it is done.
     """
 
     host: Host = field(default_factory=Host)
     unit_s: float = 0.01
     cold: int = 0
     hot_after_s: float = float("inf")
+    launch_s: float = 0.0
+    blocks: bool = False
     done_at: float = 0.0
 
     def work(self) -> None:
@@ -51,6 +53,7 @@ class Chip:
         slower = 4 if self.cold > 0 else 2 if begins > self.hot_after_s else 1
         self.cold -= 1
         self.done_at = begins + self.unit_s * slower
+        self.host.now = self.done_at if self.blocks else self.host.now + self.launch_s
 
 
 class Torch:
@@ -117,6 +120,19 @@ def test_chips_that_are_measured_at_once_do_not_wait_for_each_other(host: Host) 
     courses = sustain(Torch(*chips), loads, seconds=4.0)
     assert [course.count for course in courses] == [5, 1, 2]
     assert [course.sustained for course in courses] == pytest.approx([500.0, 500.0, 250.0])
+
+
+def test_work_that_the_host_waits_for_has_its_whole_rate(host: Host) -> None:
+    chip = Chip(host, blocks=True)      # a copy from memory that is not pinned
+    (course,) = sustain(Torch(chip), [Load(0, chip.work, units=5.0)], seconds=1.0)
+    assert course.sustained == pytest.approx(500.0)
+
+
+def test_no_chips_burst_begins_with_the_launches_of_another(host: Host) -> None:
+    chips = [Chip(host, launch_s=0.001) for _ in range(4)]
+    loads = [Load(index, chip.work, units=5.0) for index, chip in enumerate(chips)]
+    courses = sustain(Torch(*chips), loads, seconds=1.0)
+    assert [course.burst for course in courses] == pytest.approx([courses[0].burst] * 4)
 
 
 def test_what_fails_is_noted_and_what_is_left_is_measured() -> None:

@@ -128,7 +128,7 @@ def test_what_passed_for_one_backend_says_nothing_of_another(tmp_path: Path) -> 
     (tmp_path / KEPT).write_bytes(check(True))
     assert probetask.unchecked(loaded("dp4-humming"), site) is None
     assert probetask.unchecked(loaded("dp4"), site) == (
-        "the marlin kernels of vllm-0.33 have not passed a check here, and wrong ones are no slower: "
+        "the marlin kernels of vllm-0.33 have not passed a check here, and wrong ones do not show: "
         "isambard-serve image check dp4")
 
 
