@@ -316,7 +316,8 @@ class _Evidence:
         found = saturation(top) if top else None
         if found is None and any(scout.waiting for scout in self._scouts):
             found = "waiting"
-        if found is None and self.plateau:
+        beyond = top is not None and top.valid and self.knee is not None and self.knee < top.concurrency
+        if found is None and (self.plateau or beyond):
             found = "plateau"
         if found is None and top and self._space.most and top.concurrency >= self._space.most:
             found = "max_num_seqs"

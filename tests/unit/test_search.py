@@ -198,3 +198,10 @@ def curve_step(kind: Any, concurrency: int, rate: float, **changes: Any) -> Step
     step = Step(kind=kind, concurrency=concurrency, repeat=1, output_tok_s=rate, running=float(concurrency),
                 waiting=False, kv_cache_usage=None, preemptions=0.0, valid=True, gpu_s=1.0)
     return msgspec.structs.replace(step, **changes)
+
+
+def test_a_knee_beyond_which_a_point_gave_no_more_has_a_plateau_behind_it() -> None:
+    # Of a short point the samples may have missed that the KV cache was full.
+    steps = [curve_step("scout", 8, 400.0, kv_cache_usage=0.8), curve_step("point", 9, 100.0, kv_cache_usage=0.9),
+             curve_step("point", 10, 60.0, kv_cache_usage=0.5)]
+    assert decide(SPACE, steps) == Stop(knee=9, saturation="plateau", reason="the knee is found")
