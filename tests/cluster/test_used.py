@@ -20,7 +20,9 @@ def test_used_node_hours_are_those_of_the_accounting_once_it_knows_them(accounte
         return bool(accounted.run_of(run_id)["node_hours_by"] == "sacct")
 
     accounted.cluster.wait_until(accounts, 60, "the accounting")
-    lines = accounted.cluster.run(["sacct", "-nPX", "--format=ElapsedRaw,AllocTRES"]).stdout.splitlines()
+    # By name: what sacct shows unasked depends on the time of day.
+    jobs = ",".join(accounted.run_of(run_id)["jobs"].values())
+    lines = accounted.cluster.run(["sacct", "-nPX", "-j", jobs, "--format=ElapsedRaw,AllocTRES"]).stdout.splitlines()
     seconds = [int(line.split("|")[0]) for line in lines]
     assert len(seconds) == 2
     assert all("gres/gpu=1" in line for line in lines)
