@@ -98,14 +98,12 @@ def sustain(torch: Any, loads: Sequence[Load], seconds: float, rest_s: float = 0
     while True:
         for course in courses:
             _see(course)
-        if time.monotonic() < end or any(len(course.events) < _FEWEST for course in courses):
-            hungry = [course for course in courses if len(course.events) - len(course.seen) < _QUEUED]
-            for course in hungry:
-                _feed(torch, course)
-        elif all(len(course.seen) == len(course.events) for course in courses):
+        more = time.monotonic() < end or any(len(course.events) < _FEWEST for course in courses)
+        if not more and all(len(course.seen) == len(course.events) for course in courses):
             return courses
-        else:
-            hungry = []
+        hungry = [course for course in courses if more and len(course.events) - len(course.seen) < _QUEUED]
+        for course in hungry:
+            _feed(torch, course)
         if not hungry:
             time.sleep(_LOOK_S)
 

@@ -31,8 +31,8 @@ from isambard_serve.cli import (
 )
 from isambard_serve.errors import ServeError
 
-# Otherwise the interpreter goes through all that was loaded once more before it ends, which takes a fifth as long as
-# loading it (benchmarks/startup.py).
+# Otherwise the interpreter goes through all that was loaded once more before it ends: up to a fifth of a command's time
+# (benchmarks/startup.py).
 atexit.register(gc.freeze)
 
 

@@ -54,6 +54,7 @@ def collect(names: tuple[str, ...], site_name: str | None, output: str, whole_la
 
         deployment.deploy(alias, say=options.say)
     found = _over_ssh(alias, named, exclude, bring) if alias is not None else _here(site_name, exclude, bring)
+    # Not before: a connection is begun sooner without them, and they are loaded while it is made.
     import msgspec
 
     from isambard_serve import outcome, table, verdict

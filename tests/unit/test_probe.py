@@ -20,7 +20,7 @@ from isambard_serve.probe import Load, Probe, sustain
 
 @dataclass
 class Host:
-    """The clock of a pretended machine. Only waiting takes time on it."""
+    """The clock of a pretended machine: waiting and launching take time on it."""
 
     now: float = 0.0
 
@@ -71,9 +71,6 @@ class Torch:
 
             def query(self) -> bool:
                 return host.now >= self.at
-
-            def synchronize(self) -> None:
-                host.now = max(host.now, self.at)
 
             def elapsed_time(self, other: Event) -> float:
                 return 1000 * (other.at - self.at)
