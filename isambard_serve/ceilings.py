@@ -20,7 +20,7 @@ Arithmetic = Literal["bf16", "fp8", "fp8_block"]
 Cap = Literal["power", "thermal", "none"]
 
 TOLERANCE = 0.10
-"""A rate that is further than this below what is expected is worth a look."""
+"""A rate that is further than this below what is expected, or as unsteady, is worth a look."""
 
 # nvml.h: nvmlClocksEventReasons. "gpu_idle" is no throttling, and is left out.
 REASONS = {
@@ -93,13 +93,17 @@ class Peer(Record, frozen=True):
 
 
 class Host(Record, frozen=True):
-    """Copies between a GPU and the host. ``numa_node``: where thread and memory were bound; None: they were not."""
+    """Copies between a GPU and the host. ``numa_node``: where thread and memory were bound; None: they were not.
+
+    ``spread``: how far apart the rates of slow and fast moments lay, over the rate (the worse of both directions).
+    """
 
     gpu: int
     numa_node: int | None
     memory: Literal["pinned", "pageable"]
     to_device_gb_s: float
     to_host_gb_s: float
+    spread: float | None = None
 
 
 class Gpu(Record, frozen=True):
@@ -239,7 +243,8 @@ def text(found: Ceilings, expected: Expected | None = None) -> str:
     lines += [f"GPU {each.source} → {each.target}     {each.gb_s:8.1f} GB/s{'' if each.direct else ', by the host'}"
               for each in found.peers]
     lines += [f"GPU {each.gpu} host      {each.to_device_gb_s:8.1f} GB/s to it, {each.to_host_gb_s:.1f} from it "
-              f"({each.memory}, {'unbound' if each.numa_node is None else f'NUMA node {each.numa_node}'})"
+              f"({each.memory}, {'unbound' if each.numa_node is None else f'NUMA node {each.numa_node}'}"
+              f"{f'; unsteady, by {each.spread:.0%}' if each.spread and each.spread > TOLERANCE else ''})"
               for each in found.hosts]
     lines += [f"not measured: {each.what}: {each.why}" for each in found.unknown]
     lines += [str(each) for each in compared(found, expected or Expected())]

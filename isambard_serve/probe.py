@@ -12,6 +12,7 @@ import contextlib
 import os
 import platform
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -38,7 +39,9 @@ COPY_BYTES = 4 << 30
 PEER_BYTES = 1 << 30
 HOST_BYTES = 256 << 20
 SHORT_S = 0.4
-"""How long copies over a link are measured: they heat nothing, and keep their rate."""
+"""How long copies over a link are measured: they heat nothing, and keep their rate. Those of pageable memory do not:
+a CPU makes them, and on a machine that others share its rate changes from second to second.
+"""
 
 _CHUNK_S = 0.05
 _QUEUED = 3
@@ -88,6 +91,13 @@ class Course:
     def sustained(self) -> float:
         """The rate of the second half."""
         return self.rate(self.middle, len(self.events) - 1)
+
+    @property
+    def spread(self) -> float:
+        """How far the second half's slow and fast chunks (10th and 90th percentile) lie apart, over its rate."""
+        rates = [self.rate(at, at + 1) for at in range(self.middle, len(self.events) - 1)]
+        tenths = statistics.quantiles(rates, n=10, method="inclusive")
+        return (tenths[-1] - tenths[0]) / self.sustained
 
 
 def sustain(torch: Any, loads: Sequence[Load], seconds: float, rest_s: float = 0.0) -> list[Course]:
@@ -257,10 +267,13 @@ class Probe:
         torch = self._torch
         device = torch.empty(HOST_BYTES, device=f"cuda:{gpu}", dtype=torch.uint8)
         with host_memory(torch, HOST_BYTES, pinned=pinned) as host:
-            to_device, to_host = (sustain(torch, [Load(gpu, _copying(*pair), HOST_BYTES)], SHORT_S)[0].sustained
-                                  for pair in ((device, host), (host, device)))
+            to_device, to_host = (
+                sustain(torch, [Load(gpu, _copying(*pair), HOST_BYTES)], SHORT_S if pinned else self._seconds)[0]
+                for pair in ((device, host), (host, device)))
         return Host(gpu=gpu, numa_node=node, memory="pinned" if pinned else "pageable",
-                    to_device_gb_s=round(to_device / 1e9, 1), to_host_gb_s=round(to_host / 1e9, 1))
+                    to_device_gb_s=round(to_device.sustained / 1e9, 1),
+                    to_host_gb_s=round(to_host.sustained / 1e9, 1),
+                    spread=round(max(to_device.spread, to_host.spread), 2))
 
 
 def _copying(target: Any, source: Any) -> Callable[[], object]:

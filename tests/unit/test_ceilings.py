@@ -88,11 +88,13 @@ def test_a_record_is_read_back_and_every_part_of_it_is_shown() -> None:
         matmuls=(product(0, 660.0),),
         copies=(Copy(gpu=0, sustained_tb_s=4.29, bound_by=None, clocks=None),),
         peers=(Peer(source=0, target=1, direct=True, gb_s=140.0), Peer(source=1, target=0, direct=False, gb_s=20.0)),
-        hosts=(Host(gpu=0, numa_node=None, memory="pageable", to_device_gb_s=7.6, to_host_gb_s=7.5),),
+        hosts=(Host(gpu=0, numa_node=None, memory="pageable", to_device_gb_s=7.6, to_host_gb_s=7.5, spread=0.24),
+               Host(gpu=0, numa_node=0, memory="pinned", to_device_gb_s=55.2, to_host_gb_s=55.1, spread=0.01)),
         unknown=(Unknown(what="fp8 matrix products", why="not supported"),))
     assert msgspec.json.decode(msgspec.json.encode(found), type=Ceilings) == found
     text = ceilings.text(found, Expected(bf16_tflop_s=1000))
     for words in ("660 TFLOP/s (780 in a burst), 1300 MHz at 690 W, held down by the power cap", "4.29 TB/s",
-                  "GPU 0 → 1", "by the host", "7.6 GB/s to it, 7.5 from it (pageable, unbound)",
+                  "GPU 0 → 1", "by the host", "7.6 GB/s to it, 7.5 from it (pageable, unbound; unsteady, by 24%)",
+                  "55.2 GB/s to it, 55.1 from it (pinned, NUMA node 0)",
                   "not measured: fp8 matrix products: not supported", "expected bf16_tflop_s 1000: 0.66 of it, LOW"):
         assert words in text

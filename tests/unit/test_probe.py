@@ -125,6 +125,14 @@ def test_work_that_the_host_waits_for_has_its_whole_rate(host: Host) -> None:
     assert course.sustained == pytest.approx(500.0)
 
 
+def test_a_rate_that_changes_while_it_is_taken_says_by_how_much(host: Host) -> None:
+    steady = Chip(host, blocks=True)
+    assert sustain(Torch(steady), [Load(0, steady.work, units=5.0)], seconds=1.0)[0].spread == pytest.approx(0.0)
+    changing = Chip(host, blocks=True, hot_after_s=host.now + 3.0)
+    (course,) = sustain(Torch(changing), [Load(0, changing.work, units=5.0)], seconds=4.0)
+    assert course.spread == pytest.approx((500 - 250) / course.sustained)
+
+
 def test_no_chips_burst_begins_with_the_launches_of_another(host: Host) -> None:
     chips = [Chip(host, launch_s=0.001) for _ in range(4)]
     loads = [Load(index, chip.work, units=5.0) for index, chip in enumerate(chips)]
