@@ -40,7 +40,7 @@ PEER_BYTES = 1 << 30
 HOST_BYTES = 256 << 20
 SHORT_S = 0.4
 """How long copies over a link are measured: they heat nothing, and keep their rate. Those of pageable memory do not:
-a CPU makes them, and on a machine that others share its rate changes from second to second.
+a CPU makes them, and on a machine that others share its rate changes from second to second. They are given SECONDS.
 """
 
 _CHUNK_S = 0.05

@@ -57,7 +57,9 @@ def test_what_was_measured_on_an_h200_is_read_back_with_its_verdict(version: str
     assert record.result.passed is passed
     assert [batch.batch for batch in record.result.batches] == list(kernelcheck.BATCHES)
     assert all(batch.error == pytest.approx(error, rel=0.15) for batch in record.result.batches)
-    assert all(other.passed for other in record.beside)     # in bf16 both versions compute what they should
+    judged = [other for other in record.beside if other.passed is not None]     # without vLLM there is no Marlin
+    assert judged
+    assert all(other.passed for other in judged)            # in bf16 both versions compute what they should
     assert ("FAILED" in kernelcheck.text(record)) is not passed
 
 
