@@ -21,6 +21,9 @@ FOLDERS = ("tmp", "kernels")
 PODMAN_S = 10.0
 """How long podman may take to end when it is asked to: the container that it waits for ends first."""
 
+LOOKS = 3
+"""How often a node is cleared while more of the run's containers appear: a load may have been on its way."""
+
 
 def make(plan: Plan) -> None:
     """Makes the run's folder on this node.
@@ -52,14 +55,17 @@ def clear(plan: Plan, env: Mapping[str, str], runner: process.Runner = process.r
     """Removes the run's containers and its folder from this node, whatever state they are in."""
     if plan.runtime == "podman-hpc":
         label = f"{container.LABEL}={plan.run_id}"
-        # First those that would go on making a container.
-        podmans = _podmans(f"--label={label}")
-        for podman in podmans:
-            with contextlib.suppress(psutil.Error):
-                podman.terminate()
-        psutil.wait_procs(podmans, timeout=PODMAN_S)
-        with contextlib.suppress(HostError):
-            runner(["podman-hpc", "rm", "--force", "--time=0", f"--filter=label={label}"], env=env)
+        for _ in range(LOOKS):
+            # First those that would go on making a container.
+            podmans = _podmans(f"--label={label}")
+            for podman in podmans:
+                with contextlib.suppress(psutil.Error):
+                    podman.terminate()
+            psutil.wait_procs(podmans, timeout=PODMAN_S)
+            with contextlib.suppress(HostError):
+                runner(["podman-hpc", "rm", "--force", "--time=0", f"--filter=label={label}"], env=env)
+            if not _podmans(f"--label={label}"):
+                break
     if plan.local_dir is not None:
         shutil.rmtree(plan.local_dir, ignore_errors=True)
 
@@ -76,8 +82,15 @@ def _podmans(word: str) -> list[psutil.Process]:
 
 
 def main() -> None:
-    """``python -m isambard_serve.nodelocal RUN_DIR``: the serve job's last word when its watcher was killed."""
-    clear(read_record(RunDir(Path(sys.argv[1])).plan, Plan), os.environ)
+    """``python -m isambard_serve.nodelocal RUN_DIR``: the serve job's last word when its watcher was killed.
+
+    First it says so, lest the sweep send the next load.
+    """
+    run = RunDir(Path(sys.argv[1]))
+    try:
+        run.record("serve", "failed", reason="its watcher was killed", job_id=os.environ.get("SLURM_JOB_ID"))
+    finally:
+        clear(read_record(run.plan, Plan), os.environ)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,9 @@ class Loop:
             SupersededError: somebody else measures now.
         """
         self._check_engine(what)
-        while not self._client.settled(TICK_S):
+        settled = False
+        while not settled:
+            settled = self._client.settled(TICK_S)
             self.check(what)
         load = self._client.start_point(words, log)
         try:

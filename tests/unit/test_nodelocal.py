@@ -77,6 +77,44 @@ def test_what_would_still_make_a_container_of_the_run_is_ended_first(plan: Plan,
             each.communicate()
 
 
+def test_what_appears_while_a_node_is_cleared_is_cleared_too(plan: Plan, tmp_path: Path) -> None:
+    late: list[subprocess.Popen[bytes]] = []
+    removals = 0
+
+    def runner(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -> Completed:
+        nonlocal removals
+        removals += 1
+        if not late:
+            label = f"--label=isambard-serve.run={RUN_ID}"
+            late.append(subprocess.Popen([sys.executable, podman_hpc(tmp_path), "run", label], stdin=subprocess.PIPE))
+        return said()
+
+    try:
+        nodelocal.clear(plan, {}, runner)
+        assert [each.poll() is None for each in late] == [False]
+        assert removals == 2
+    finally:
+        for each in late:
+            each.kill()
+            each.communicate()
+
+
+def test_a_killed_watcher_is_told_of_before_the_node_is_cleared(
+        plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written_run(plan)
+    told: list[str] = []
+
+    def runner(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60) -> Completed:
+        told.extend(f"{event.event}: {event.reason}" for event in run.read_events())
+        return said()
+
+    clear = nodelocal.clear
+    monkeypatch.setattr(nodelocal, "clear", lambda plan, env: clear(plan, env, runner))
+    monkeypatch.setattr(sys, "argv", ["nodelocal", str(run.path)])
+    nodelocal.main()
+    assert told == ["failed: its watcher was killed"]
+
+
 def podman_hpc(folder: Path) -> Path:
     """A script of that name that waits for the end of its input."""
     script = folder / "podman-hpc"

@@ -176,11 +176,13 @@ def test_a_warm_up_that_fails_is_no_reason_not_to_measure(tmp_path: Path, good: 
     assert [row.valid for row in swept(tmp_path, good, {"concurrency": [1]}).read_rows()] == [True]
 
 
-def test_an_engine_that_goes_away_while_the_client_gets_ready_is_not_waited_for(run: RunDir, plan: Plan) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+def test_an_engine_that_goes_away_while_the_client_gets_ready_is_not_waited_for_and_gets_no_load(
+        run: RunDir, plan: Plan, settled: bool) -> None:
     class Slow(Bench):
         def settled(self, within_s: float) -> bool:
             run.record("serve", "failed", reason="the engine died")
-            return False
+            return settled
 
     slow = Slow("true")
     with pytest.raises(EngineGoneError, match="the engine died"):
