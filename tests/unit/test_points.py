@@ -77,6 +77,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often, and give little grace."""
     monkeypatch.setattr(points, "TICK_S", 0.02)
     monkeypatch.setattr(points, "PROOF_S", 0.0)
+    monkeypatch.setattr(points, "OUTLIVED_S", 0.0)
     monkeypatch.setattr(points, "DRAIN_S", 0.1)
 
 
@@ -347,6 +348,29 @@ def test_a_point_that_went_wrong_because_the_engine_died_leaves_no_row(
     assert run.read_rows() == []
 
 
+def test_samples_of_an_engine_whose_death_is_not_yet_told_are_no_proof_that_it_lives(
+        run: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One hung in the dying engine, and the next one followed at once; the watcher tells only then.
+    monkeypatch.setattr(points, "PROOF_S", 60.0)
+    monkeypatch.setattr(points, "OUTLIVED_S", 60.0)
+    result = run.path / "result.json"
+    result.write_text(json.dumps(good_bench(2) | {"completed": 0, "failed": 2}))
+    looks: list[int] = []
+
+    def looked(*given: Any) -> Any:
+        looks.append(0)
+        if len(looks) in (3, 4, 5):
+            append_line(run.samples, some_sample())
+        if len(looks) == 8:
+            run.record("serve", "failed", reason="the engine died")
+        return read_lines(*given)
+
+    monkeypatch.setattr(points, "read_lines", looked)
+    with pytest.raises(EngineGoneError, match=r"c0001\.r1.*: the engine died"):
+        measured(run, plan, Bench(f'cp {result} "$1/bench.json"'))
+    assert run.read_rows() == []
+
+
 def test_a_point_that_went_wrong_on_an_engine_that_still_answers_is_kept(
         run: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(points, "PROOF_S", 60.0)
@@ -466,7 +490,7 @@ def test_a_point_that_went_wrong_without_a_sign_that_its_engine_lives_leaves_no_
 
     def looked(*given: Any) -> Any:
         looks.append(0)
-        if len(looks) == 3 and samples:  # after the point's own, and the first of the proof
+        if len(looks) == 2 and samples:  # after the point's own; what is there at the proof's first look is none
             append_line(run.samples, some_sample())
         return read_lines(*given)
 
@@ -474,7 +498,7 @@ def test_a_point_that_went_wrong_without_a_sign_that_its_engine_lives_leaves_no_
     empty = Bench("exit 1")
     with pytest.raises(EngineGoneError, match=r"no sign of life after c0001\.r1 went wrong"):
         measured(run, plan, empty)
-    assert len(looks) > 3
+    assert len(looks) > 2
     assert len(empty.commands) == 1
     assert run.read_rows() == []
     assert run.read_events(["sweep"]) == []
