@@ -22,7 +22,7 @@ PODMAN_S = 10.0
 """How long podman may take to end when it is asked to: the container that it waits for ends first."""
 
 LOOKS = 3
-"""How often a node is cleared while more of the run's containers appear: a load may have been on its way."""
+"""How often a node is cleared at most: a load may have been on its way, or Slurm's signal have ended the removal."""
 
 
 def make(plan: Plan) -> None:
@@ -62,9 +62,11 @@ def clear(plan: Plan, env: Mapping[str, str], runner: process.Runner = process.r
                 with contextlib.suppress(psutil.Error):
                     podman.terminate()
             psutil.wait_procs(podmans, timeout=PODMAN_S)
+            removed = False
             with contextlib.suppress(HostError):
-                runner(["podman-hpc", "rm", "--force", "--time=0", f"--filter=label={label}"], env=env)
-            if not _podmans(f"--label={label}"):
+                removed = not runner(["podman-hpc", "rm", "--force", "--time=0", f"--filter=label={label}"],
+                                     env=env).returncode
+            if removed and not _podmans(f"--label={label}"):
                 break
     if plan.local_dir is not None:
         shutil.rmtree(plan.local_dir, ignore_errors=True)

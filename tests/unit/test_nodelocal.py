@@ -77,6 +77,18 @@ def test_what_would_still_make_a_container_of_the_run_is_ended_first(plan: Plan,
             each.communicate()
 
 
+def test_a_removal_that_a_signal_ended_is_done_again_but_not_for_ever(plan: Plan) -> None:
+    for codes, rounds in (([143, 0], 2), ([143] * 9, nodelocal.LOOKS)):
+        left = [*codes]
+
+        def runner(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float = 60,
+                   left: list[int] = left) -> Completed:
+            return said(returncode=left.pop(0))
+
+        nodelocal.clear(plan, {}, runner)
+        assert len(codes) - len(left) == rounds
+
+
 def test_what_appears_while_a_node_is_cleared_is_cleared_too(plan: Plan, tmp_path: Path) -> None:
     late: list[subprocess.Popen[bytes]] = []
     removals = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from isambard_serve import launch
 from tests.support.waiting import wait_until
-from tests.unit.helpers import small_plan, written_run
+from tests.unit.helpers import RUN_ID, small_plan, written_run
 
 PYTHON = """#!/bin/bash
 # In the place of Python: notes what it is started as; the watcher then waits to be ended.
@@ -21,6 +21,7 @@ case $2 in
                           echo secret > "$3/api.key" ;;
   isambard_serve.watch) trap 'exit 7' TERM; echo $$ > "$3/watcher.tmp"; mv "$3/watcher.tmp" "$3/watcher"
                         while :; do sleep 0.02; done ;;
+  isambard_serve.nodelocal) while [ -e "$3/held" ]; do sleep 0.02; done; echo cleared >> "$3/started" ;;
 esac
 """
 
@@ -46,6 +47,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Callab
         job.wait()
 
 
+CLEARED = ["isambard_serve.nodelocal", "cleared"]
 BEGUN = ["isambard_serve.prepare", "isambard_serve.watch"]
 
 
@@ -53,7 +55,19 @@ def test_after_a_watcher_that_was_killed_the_node_is_cleared(tmp_path: Path) -> 
     with running(tmp_path) as (job, watcher, started):
         subprocess.run(["kill", "-KILL", str(watcher)], check=True)
         assert job.wait(30) == 128 + signal.SIGKILL
-        assert started() == [*BEGUN, "isambard_serve.nodelocal"]
+        assert started() == [*BEGUN, *CLEARED]
+
+
+def test_a_signal_to_all_of_the_job_does_not_break_off_the_clearing(tmp_path: Path) -> None:
+    with running(tmp_path) as (job, watcher, started):
+        held = tmp_path / "runs" / RUN_ID / "held"
+        held.touch()
+        os.kill(watcher, signal.SIGKILL)
+        wait_until(lambda: CLEARED[0] in started(), 30, "the clearing")
+        os.killpg(job.pid, signal.SIGTERM)
+        held.unlink()
+        assert job.wait(30) == 128 + signal.SIGKILL
+        assert started() == [*BEGUN, *CLEARED]
 
 
 def test_a_signal_to_the_script_alone_ends_the_watcher_whose_code_is_the_scripts(tmp_path: Path) -> None:
