@@ -49,9 +49,8 @@ def processes(run: RunDir) -> list[psutil.Process]:
             if str(run.client) in (process.info["cmdline"] or [])]
 
 
-def started(client: Client, engine: Engine, planned: Plan, name: str, *, osl: int) -> Load:
-    words = bench.load(planned, url=engine.url, prompts=4, concurrency=2, seed=hash(name) % 10**6,
-                       osl=osl)
+def started(client: Client, engine: Engine, planned: Plan, name: str, *, prompts: int, osl: int) -> Load:
+    words = bench.load(planned, url=engine.url, prompts=prompts, concurrency=2, seed=len(name), osl=osl)
     return client.start_point(words, RunDir(Path(planned.run_dir)).points / f"{name}.log")
 
 
@@ -100,11 +99,11 @@ def test_points_run_back_to_back_in_one_process_and_leave_what_the_command_would
 
 def test_a_stopped_load_leaves_the_engine_free_and_the_client_fit(
         client: Client, engine: Engine, planned: Plan, notes: list[str]) -> None:
-    load = started(client, engine, planned, "endless", osl=1900)
+    load = started(client, engine, planned, "endless", prompts=200, osl=1900)
     wait_until(lambda: not free(engine), 120, "the load to begin")
     load.stop()
     wait_until(lambda: free(engine), 10, "the engine to be free")
-    short = started(client, engine, planned, "short", osl=4)
+    short = started(client, engine, planned, "short", prompts=4, osl=4)
     wait_until(lambda: short.ended(1) is not None, 60, "the next load to end")
     assert short.ended(0) == 0
     assert notes == []
@@ -112,7 +111,7 @@ def test_a_stopped_load_leaves_the_engine_free_and_the_client_fit(
 
 def test_a_client_whose_caller_has_gone_leaves_the_engine_free(
         client: Client, engine: Engine, planned: Plan) -> None:
-    started(client, engine, planned, "left", osl=1900)
+    started(client, engine, planned, "left", prompts=200, osl=1900)
     wait_until(lambda: not free(engine), 120, "the load to begin")
     (process,) = processes(RunDir(Path(planned.run_dir)))
     client.hang_up()  # its input ends, as when whoever measures is killed
